@@ -1,0 +1,74 @@
+"""The program `gpulet`: what a person types. Each command's module is loaded only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from gpulet.errors import GpuletError
+from gpulet.version import __version__
+
+# command -> (module, one line of help). A module has either `command`, a function, or `app`, a group of commands.
+COMMANDS = {
+    "demo": ("gpulet.commands.demo", "From Pods to GPUs inside containers, on this machine, step by step."),
+    "node": ("gpulet.commands.node", "What this node has: GPUs, driver, platform, and the evidence."),
+    "cdi": ("gpulet.commands.cdi", "Write, check and explain CDI specifications."),
+    "explain": ("gpulet.commands.explain", "Why a container gets what it gets."),
+    "sim": ("gpulet.commands.sim", "Simulated nodes: create, break, capture."),
+    "install": ("gpulet.commands.install", "Write the launchers that container engines call."),
+}
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gpulet {__version__}")
+        raise typer.Exit
+
+
+def _gpulet(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    """From a Kubernetes Pod to a GPU inside its container: discovery, allocation, injection, explained."""
+
+
+def build(argv: Sequence[str]) -> typer.Typer:
+    """The command line for these arguments: the command that they name is loaded, the others are names and help."""
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(_gpulet)
+    wanted = next((word for word in argv if not word.startswith("-")), "")
+    for name, (module_name, help_line) in COMMANDS.items():
+        if name != wanted:
+            app.command(name, help=help_line)(lambda: None)
+            continue
+        module = importlib.import_module(module_name)
+        if hasattr(module, "command"):
+            app.command(name, help=help_line)(module.command)
+        else:
+            app.add_typer(module.app, name=name, help=help_line)
+    return app
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command. Expected failures become one line on stderr and exit code 1 (2 for wrong usage)."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        result = build(words)(args=words, prog_name="gpulet", standalone_mode=False)
+    except GpuletError as error:
+        print(f"gpulet: {error}", file=sys.stderr)
+        return error.exit_code
+    except typer.TyperException as error:  # wrong usage; the library shows where
+        show = getattr(error, "show", None)
+        if show is None:
+            print(f"gpulet: {error}", file=sys.stderr)
+        else:
+            show()
+        return int(getattr(error, "exit_code", 2))
+    except typer.Exit as error:
+        return int(error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        print("gpulet: stopped", file=sys.stderr)
+        return 130
+    return result if isinstance(result, int) else 0
