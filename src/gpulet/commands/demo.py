@@ -1,0 +1,142 @@
+"""`gpulet demo`: from Pod manifests to GPUs inside real containers, on this machine, with one command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from gpulet.commands.timeline import show_node, show_pod
+from gpulet.errors import GpuletError, UsageError
+from gpulet.sim import isolation, pods
+from gpulet.sim.demo import Demo
+from gpulet.sim.stage import STRATEGIES, Options, Stage
+
+CHOICES = {
+    "strategy": STRATEGIES,
+    "identify": ("uuid", "index"),
+    "path": ("runtime", "hook"),
+    "policy": ("env", "kubelet"),
+    "node": ("simulated", "host"),
+}
+
+
+def command(
+    pod: Annotated[
+        list[Path] | None, typer.Option("--pod", help="A manifest to play, repeatable; without it the examples.")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="The simulated node's kind: see `gpulet sim profiles`.")] = "h100x8",
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs of the profile's.")] = None,
+    node: Annotated[str, typer.Option(help="simulated, or host: this machine's own GPUs.")] = "simulated",
+    strategy: Annotated[
+        str,
+        typer.Option(help="How the plugin names devices: envvar, volume-mounts, cdi-annotations, cdi-cri; or several."),
+    ] = "envvar",
+    identify: Annotated[str, typer.Option(help="Devices by uuid or index.")] = "uuid",
+    variable: Annotated[
+        str, typer.Option(help="The plugin's variable: NVIDIA_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES.")
+    ] = "NVIDIA_VISIBLE_DEVICES",
+    path: Annotated[str, typer.Option(help="runtime: the spec is edited; hook: the prestart hook mounts.")] = "runtime",
+    policy: Annotated[str, typer.Option(help="Who is believed: env, or the kubelet's ledger.")] = "env",
+    low_level: Annotated[str, typer.Option(help="The low-level runtime: runc, crun or a path.")] = "runc",
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the demo's folder, to look around in.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as data, on standard output.")] = False,
+) -> int:
+    """Play Pods through discovery, scheduling, configuration, initialisation and mounting."""
+    strategies = tuple(dict.fromkeys(one.strip() for one in strategy.split(",") if one.strip()))
+    for name, value in (("identify", identify), ("path", path), ("policy", policy), ("node", node)):
+        _check(name, value)
+    for one in strategies or ("",):
+        _check("strategy", one)
+    options = Options(
+        profile=profile,
+        gpus=gpus,
+        host=node == "host",
+        strategies=strategies,
+        identification=identify,
+        variable=variable,
+        path=path,
+        policy=policy,
+        low_level=low_level,
+    )
+    wanted = [one for file in pod or _examples() for one in pods.load(file)]
+    signal.signal(signal.SIGTERM, _interrupt)
+    why_planned = isolation.enter(low_level)
+    folder = Path(tempfile.mkdtemp(prefix="gpulet-"))
+    try:
+        return _perform(folder, options, wanted, why_planned, as_json)
+    finally:
+        if keep:
+            print(f"kept: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _perform(folder: Path, options: Options, wanted: list[pods.Pod], why_planned: str, as_json: bool) -> int:
+    console = Console(highlight=False, soft_wrap=False)
+    stage = Stage(folder, options)
+    try:
+        stage.discover()
+        demo = Demo(stage, privileged=not why_planned)
+        node = demo.node()
+        if as_json:
+            report = demo.run(wanted)
+        else:
+            order = {uuid: index for index, uuid in enumerate(node["gpus"])}
+            show_node(console, node, _settings(options))
+            demo.tell = lambda part: show_pod(console, part, order)
+            report = demo.run(wanted)
+    finally:
+        stage.close()
+    if why_planned:
+        report["planned"] = why_planned
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _conclude(console, report)
+    return 0 if report["ok"] else 1
+
+
+def _conclude(console: Console, report: dict[str, Any]) -> None:
+    for line in report["wrong"]:
+        console.print(f"wrong: {line}", style="bold red", markup=False)
+    if "planned" in report:
+        console.print(f"steps 4 and 5 were planned, not done: {report['planned']}", style="yellow", markup=False)
+    elif report["ok"]:
+        started = sum(len(pod["containers"]) for pod in report["pods"] if pod["phase"] == "Running")
+        console.print(f"{started} containers started; each saw exactly what it was to see", style="green")
+
+
+def _settings(options: Options) -> str:
+    return (
+        f"strategy {','.join(options.strategies)}, devices by {options.identification}, {options.variable}, "
+        f"path {options.path}, policy {options.policy}, {options.low_level}"
+    )
+
+
+def _check(name: str, value: str) -> None:
+    if value not in CHOICES[name]:
+        raise UsageError(f"--{name}", seen=repr(value), wanted=f"one of {', '.join(CHOICES[name])}")
+
+
+def _examples() -> list[Path]:
+    """The example Pods: those of the checkout, else those packed with gpulet."""
+    for folder in (Path(__file__).parents[3] / "examples" / "pods", Path(str(files("gpulet.sim"))) / "examples"):
+        found = sorted(folder.glob("*.yaml"))
+        if found:
+            return found
+    raise GpuletError("example Pods", seen="none found", wanted="examples/pods/*.yaml", remedy="name a manifest: --pod")
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    # end like Ctrl-C does, so that everything started is ended and nothing is left behind
+    raise KeyboardInterrupt

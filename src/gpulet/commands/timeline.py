@@ -1,0 +1,81 @@
+"""Draws what the demo found, for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+Report = dict[str, Any]
+
+MARKS = {"Running": ("●", "green"), "Pending": ("○", "yellow"), "Failed": ("✗", "red")}
+NUMBERS = {"discovery": "1", "scheduling": "2", "configuration": "3", "initialisation": "4", "mounting": "5"}
+
+
+def show_node(console: Console, node: Report, settings: str) -> None:
+    """The node's own part, at the head."""
+    offers = ", ".join(
+        f"{name} capacity {one['capacity']} allocatable {one['allocatable']}" for name, one in node["resources"].items()
+    )
+    models = " + ".join(node["models"]) or "GPU"
+    gpus = f"{len(node['gpus'])} × {models}, driver {node['driver']}"
+    console.print(
+        Panel(
+            f"{gpus}\n{offers}; registered in {node['ms']:.0f} ms\n{settings}",
+            title=f"[bold]node {node['name']}",
+            title_align="left",
+            border_style="cyan",
+            expand=False,
+        )
+    )
+
+
+def show_pod(console: Console, pod: Report, order: dict[str, int]) -> None:
+    """One Pod: each container's steps with evidence and time, then what it saw. order: UUID -> index."""
+    mark, colour = MARKS.get(pod["phase"], ("?", "white"))
+    head = Text.assemble((f"{mark} ", colour), (pod["name"], "bold"), f"  {pod['phase']}")
+    if pod["node"]:
+        head.append(f" on {pod['node']}", "dim")
+    if pod["runtimeClass"] != "nvidia":
+        head.append(f"  runtimeClass {pod['runtimeClass']}", "dim")
+    console.print(head)
+    if pod["message"] and not pod["node"]:
+        console.print(Text(f"    {pod['message']}", "yellow"))
+        return
+    for container in pod["containers"]:
+        _show_container(console, container, order)
+    if pod["phase"] == "Failed":
+        console.print(Text(f"    {pod['message']}", "red"))
+
+
+def _show_container(console: Console, container: Report, order: dict[str, int]) -> None:
+    asked = container["requested"]
+    console.print(Text(f"    {container['name']}: asked for {asked or 'no'} GPU{'s' if asked > 1 else ''}"))
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=6)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for step in container["steps"]:
+        number = NUMBERS[step["step"]]
+        table.add_row("", f"{number} {step['step']}", f"{step['ms']:.1f} ms", Text(step["evidence"]))
+    if container["reason"]:
+        table.add_row("", "  why", "", Text(container["reason"], style="italic"))
+    console.print(table)
+    seen = container["seen"]
+    if seen is None:
+        return
+    indices = [order.get(uuid, -1) for uuid in seen["nvml"]]
+    given = [order.get(uuid, -1) for uuid in container["allocated"]]
+    if indices == given:
+        text, style = f"      saw GPU {_list(indices)}: exactly what it was given", "green"
+    else:
+        text, style = f"      saw GPU {_list(indices)}, and the kubelet gave it {_list(given)}", "bold red"
+    console.print(Text(text.replace("saw GPU none", "saw no GPU"), style))
+
+
+def _list(indices: list[int]) -> str:
+    return ", ".join(str(index) for index in indices) if indices else "none"

@@ -1,0 +1,352 @@
+"""The container engine's part: a Pod's container and the plugin's answer become an OCI bundle, and a real low-level
+runtime starts it through gpulet-runtime, called the way containerd calls it.
+
+What containerd 2 and the kubelet really write was taken from bundles of a real cluster: the order of the environment
+(the image's, then the plugin's, then the Pod's own, later values replacing earlier ones), the CRI annotations, the
+cgroup path with the Pod's UID, the namespaces shared with the sandbox, and the arguments of `create`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpulet.errors import EngineError
+from gpulet.sim import cdi_engine
+from gpulet.sim.cgroups import remove_tree
+from gpulet.sim.images import ImageStore, image_env
+from gpulet.sim.kubelet import Allocation
+from gpulet.sim.pods import ContainerSpec, Pod
+
+# what containerd gives a container that isn't privileged
+CAPABILITIES = [
+    *("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FSETID", "CAP_FOWNER", "CAP_MKNOD", "CAP_NET_RAW", "CAP_SETGID"),
+    *("CAP_SETUID", "CAP_SETFCAP", "CAP_SETPCAP", "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_KILL"),
+    "CAP_AUDIT_WRITE",
+]
+PRIVILEGED = [*CAPABILITIES, "CAP_SYS_ADMIN"]
+CDI_PREFIX = "cdi.k8s.io/"
+MASKED = ["/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/scsi", "/sys/firmware"]
+READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"]
+
+
+@dataclass(frozen=True)
+class Handler:
+    """A runtime handler, as in containerd's `runtimes.<name>`: the program, and its configuration's file."""
+
+    name: str
+    program: Path
+    config: Path
+
+
+@dataclass
+class RunningContainer:
+    """A container that was created. `before` and `after` are its config.json around the runtime's `create`."""
+
+    id: str
+    name: str
+    bundle: Path
+    handler: Handler
+    pid: int = 0
+    before: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, Any] = field(default_factory=dict)
+    create_ms: float = 0.0
+
+    @property
+    def stdout(self) -> Path:
+        return self.bundle / "stdout"
+
+
+class Engine:
+    """Creates, starts and removes containers below one folder.
+
+    cdi_folders: where a CDI-capable engine looks for specs; cdi=False makes an engine that only hands the CDI
+    annotations on, as with containerd's `container_annotations`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        images: ImageStore,
+        handlers: Mapping[str, Handler],
+        *,
+        cdi_folders: Sequence[Path] = (),
+        cdi: bool = True,
+        cgroup_parent: str,
+    ) -> None:
+        self._folder = folder
+        self._images = images
+        self._handlers = handlers
+        self._cdi_folders = cdi_folders
+        self._cdi = cdi
+        self._cgroup_parent = cgroup_parent
+        self._state = folder / "state"
+        self._containers: dict[str, RunningContainer] = {}
+        self._sandboxes: dict[str, RunningContainer] = {}
+
+    def handler(self, pod: Pod) -> Handler:
+        """The handler of a Pod's runtimeClassName."""
+        name = pod.runtime_class or "nvidia"
+        if name not in self._handlers:
+            raise EngineError(
+                f'Pod {pod.name}: RuntimeHandler "{name}" not supported',
+                wanted=f"one of {', '.join(self._handlers)}",
+                remedy="correct spec.runtimeClassName",
+            )
+        return self._handlers[name]
+
+    def run_sandbox(self, pod: Pod) -> RunningContainer:
+        """The Pod's "pause" container: it holds the namespaces, and passes through the runtime's handler too."""
+        if pod.uid not in self._sandboxes:
+            spec = ContainerSpec(name="POD", image="pause")
+            sandbox = self.prepare(pod, spec, None, args=["/bin/busybox", "sleep", "2147483647"])
+            self._sandboxes[pod.uid] = sandbox
+            self.create(sandbox)
+            self.start(sandbox)
+        return self._sandboxes[pod.uid]
+
+    def prepare(
+        self, pod: Pod, spec: ContainerSpec, allocation: Allocation | None, *, args: Sequence[str]
+    ) -> RunningContainer:
+        """Writes a container's bundle; needs no privilege."""
+        sandbox = self._sandboxes.get(pod.uid)
+        name = f"{pod.namespace}-{pod.name}-{spec.name}-{pod.uid[:8]}"
+        bundle = self._folder / "bundles" / name
+        bundle.mkdir(parents=True)
+        self._images.snapshot(bundle / "rootfs")
+        config = oci_config(
+            pod,
+            spec,
+            allocation,
+            args=args,
+            sandbox_pid=sandbox.pid if sandbox else 0,
+            cgroups_path=f"/{self._cgroup_parent}/kubepods/besteffort/pod{pod.uid}/{name}",
+            cdi_annotations=not self._cdi,
+        )
+        if self._cdi and allocation:
+            names = cdi_names(allocation)
+            if names:
+                cdi_engine.apply(config, cdi_engine.find(names, self._cdi_folders))
+        (bundle / "config.json").write_text(json.dumps(config))
+        container = RunningContainer(name, spec.name, bundle, self.handler(pod), before=config)
+        self._containers[name] = container
+        return container
+
+    def create(self, container: RunningContainer) -> None:
+        """Calls the runtime's `create`, as containerd does; its own words on failure."""
+        bundle = container.bundle
+        arguments = ["create", "--bundle", str(bundle), "--pid-file", str(bundle / "init.pid"), container.id]
+        started = time.perf_counter()
+        with container.stdout.open("wb") as out, (bundle / "stderr").open("wb") as errors:
+            result = self._call(container, arguments, stdout=out, stderr=errors)
+        container.create_ms = (time.perf_counter() - started) * 1e3
+        if result.returncode:
+            raise EngineError(f"container {container.name} was not created", seen=self._complaint(container))
+        container.pid = int((bundle / "init.pid").read_text())
+        container.after = json.loads((bundle / "config.json").read_text())
+
+    def start(self, container: RunningContainer) -> None:
+        """Calls the runtime's `start`."""
+        with (container.bundle / "stderr").open("ab") as errors:
+            if self._call(container, ["start", container.id], stderr=errors).returncode:
+                raise EngineError(f"container {container.name} was not started", seen=self._complaint(container))
+
+    def first_line(self, container: RunningContainer, timeout: float = 20.0) -> str:
+        """The first whole line that the container writes to its output."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            head, newline, _rest = container.stdout.read_text(errors="replace").partition("\n")
+            if newline:
+                return head
+            if not self.alive(container):
+                raise EngineError(f"container {container.name} ended early", seen=self._complaint(container))
+            time.sleep(0.002)
+        raise EngineError(f"container {container.name} is silent", seen=f"nothing within {timeout:.0f} s")
+
+    @staticmethod
+    def alive(container: RunningContainer) -> bool:
+        """Whether the container's first process still runs."""
+        try:
+            state = Path(f"/proc/{container.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state not in "ZX"
+
+    def remove(self, container: RunningContainer) -> None:
+        """Ends and deletes a container with its bundle; nothing of it stays."""
+        if container.pid and self.alive(container):
+            self._call(container, ["kill", container.id, "KILL"], stderr=subprocess.DEVNULL)
+        self._call(container, ["delete", "--force", container.id], stderr=subprocess.DEVNULL)
+        shutil.rmtree(container.bundle, ignore_errors=True)
+        self._containers.pop(container.id, None)
+
+    def close(self) -> None:
+        """Removes every container, sandboxes last, and the cgroups that their paths made."""
+        sandboxes = {sandbox.id for sandbox in self._sandboxes.values()}
+        for container in sorted(self._containers.values(), key=lambda one: one.id in sandboxes):
+            self.remove(container)
+        self._sandboxes.clear()
+        remove_tree(self._cgroup_parent)
+
+    def command(self, container: RunningContainer, arguments: Sequence[str]) -> list[str]:
+        """The whole command line for one call of the runtime."""
+        log = ["--log", str(container.bundle / "log.json"), "--log-format", "json"]
+        return [str(container.handler.program), "--root", str(self._state), *log, *arguments]
+
+    def _call(
+        self, container: RunningContainer, arguments: Sequence[str], *, stdout: Any = subprocess.DEVNULL, stderr: Any
+    ) -> subprocess.CompletedProcess[bytes]:
+        # the container's first process inherits these descriptors, so they are files and never pipes
+        environment = {"PATH": os.environ.get("PATH", os.defpath), "GPULET_CONFIG": str(container.handler.config)}
+        return subprocess.run(
+            self.command(container, arguments),
+            cwd=container.bundle,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            check=False,
+        )
+
+    @staticmethod
+    def _complaint(container: RunningContainer) -> str:
+        """What the runtime said last: its log, which is what an engine shows to people, else its stderr."""
+        for name in ("log.json", "stderr"):
+            path = container.bundle / name
+            lines = [line for line in path.read_text(errors="replace").splitlines() if line] if path.exists() else []
+            for line in reversed(lines):
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    return line
+                if record.get("level") in ("error", "fatal"):
+                    return str(record.get("msg", line))
+        return "no message"
+
+
+def cdi_names(allocation: Allocation) -> list[str]:
+    """The CDI devices of an answer: those of the CRI field, then those of the annotations; each once."""
+    names = list(allocation.cdi_devices)
+    for key in sorted(allocation.annotations):
+        if key.startswith(CDI_PREFIX):
+            names += allocation.annotations[key].split(",")
+    return list(dict.fromkeys(names))
+
+
+def merge_env(*lists: Sequence[str]) -> list[str]:
+    """Joins lists of "NAME=value"; a later value replaces an earlier one and takes its place at the end."""
+    merged: dict[str, str] = {}
+    for entry in (entry for entries in lists for entry in entries):
+        name = entry.partition("=")[0]
+        merged.pop(name, None)
+        merged[name] = entry
+    return list(merged.values())
+
+
+def oci_config(
+    pod: Pod,
+    spec: ContainerSpec,
+    allocation: Allocation | None,
+    *,
+    args: Sequence[str],
+    sandbox_pid: int = 0,
+    cgroups_path: str,
+    cdi_annotations: bool = False,
+) -> dict[str, Any]:
+    """One container's config.json, before any shim has seen it. sandbox_pid 0 makes the sandbox itself."""
+    is_sandbox = spec.name == "POD"
+    plugin_env = [f"{name}={value}" for name, value in sorted(allocation.envs.items())] if allocation else []
+    pod_env = [f"{name}={value}" for name, value in spec.env]
+    capabilities = PRIVILEGED if spec.privileged else CAPABILITIES
+    shared = {"ipc": sandbox_pid, "uts": sandbox_pid, "network": sandbox_pid}
+    namespaces: list[dict[str, str]] = [{"type": "pid"}, {"type": "mount"}]
+    for kind, pid in shared.items():
+        path = {"path": f"/proc/{pid}/ns/{'net' if kind == 'network' else kind}"} if pid else {}
+        namespaces.append({"type": kind} | path)
+    config: dict[str, Any] = {
+        "ociVersion": "1.0.2",
+        "process": {
+            "user": {"uid": spec.run_as_user or 0, "gid": 0},
+            "args": list(args),
+            "env": merge_env(image_env(spec.image), [f"HOSTNAME={pod.name}"], plugin_env, pod_env),
+            "cwd": "/",
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
+            "oomScoreAdj": 1000,  # the highest value: raising is always allowed, lowering needs CAP_SYS_RESOURCE
+            "noNewPrivileges": False,
+        },
+        "root": {"path": "rootfs"},
+        "mounts": _mounts(allocation),
+        "annotations": _annotations(pod, spec, is_sandbox),
+        "linux": {
+            "resources": {"devices": [{"allow": False, "access": "rwm"}], "cpu": {"shares": 2}},
+            "cgroupsPath": cgroups_path,
+            "namespaces": namespaces,
+            "maskedPaths": MASKED,
+            "readonlyPaths": READ_ONLY,
+        },
+    }
+    if allocation:
+        devices = [
+            {"path": device.container_path, "hostPath": device.host_path, "permissions": device.permissions}
+            for device in allocation.devices
+        ]
+        cdi_engine.apply(config, [{"deviceNodes": devices}])
+        if cdi_annotations:
+            config["annotations"].update(allocation.annotations)
+    return config
+
+
+def _annotations(pod: Pod, spec: ContainerSpec, is_sandbox: bool) -> dict[str, str]:
+    """The CRI keys that containerd writes."""
+    prefix = "io.kubernetes.cri."
+    annotations = {
+        f"{prefix}container-type": "sandbox" if is_sandbox else "container",
+        f"{prefix}sandbox-id": pod.uid,
+        f"{prefix}sandbox-name": pod.name,
+        f"{prefix}sandbox-namespace": pod.namespace,
+        f"{prefix}sandbox-uid": pod.uid,
+    }
+    if not is_sandbox:
+        annotations |= {f"{prefix}container-name": spec.name, f"{prefix}image-name": spec.image}
+    return annotations
+
+
+def _mounts(allocation: Allocation | None) -> list[dict[str, Any]]:
+    tmpfs = ["nosuid", "strictatime", "mode=755", "size=65536k"]
+    pts = ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"]
+    rows: list[tuple[str, str, list[str]]] = [
+        ("/proc", "proc", ["nosuid", "noexec", "nodev"]),
+        ("/dev", "tmpfs", tmpfs),
+        ("/dev/pts", "devpts", pts),
+        ("/dev/mqueue", "mqueue", ["nosuid", "noexec", "nodev"]),
+        ("/dev/shm", "tmpfs", ["nosuid", "noexec", "nodev", "mode=1777", "size=65536k"]),
+        ("/sys", "sysfs", ["nosuid", "noexec", "nodev", "ro"]),
+    ]
+    mounts: list[dict[str, Any]] = [
+        {"destination": path, "type": kind, "source": kind, "options": options} for path, kind, options in rows
+    ]
+    for mount in allocation.mounts if allocation else ():
+        options = ["rbind", "rprivate", "ro" if mount.read_only else "rw"]
+        mounts.append(
+            {"destination": mount.container_path, "type": "bind", "source": mount.host_path, "options": options}
+        )
+    return mounts
+
+
+def stop_process(process: subprocess.Popen[bytes], grace: float = 5.0) -> None:
+    """Ends a process that we started: asks, waits, then insists."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(grace)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

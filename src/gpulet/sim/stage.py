@@ -1,0 +1,186 @@
+"""One machine as a cluster's node: GPUs (simulated or its own), the device plugin as its own process, an embedded
+kubelet, and an engine with a real low-level runtime. The demo plays on it, and so do the end-to-end tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomlkit
+
+from gpulet.engines.launchers import write_launchers
+from gpulet.errors import NodeError
+from gpulet.sim import node as simulated
+from gpulet.sim.engine import Engine, Handler, stop_process
+from gpulet.sim.images import ImageStore
+from gpulet.sim.kubelet import Kubelet
+
+STRATEGIES = ("envvar", "volume-mounts", "cdi-annotations", "cdi-cri")
+RESOURCE = "nvidia.com/gpu"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the stage is set. path: "runtime" (the spec is edited) or "hook" (the prestart hook mounts); policy: whom
+    the default runtime handler believes, "env" or "kubelet"; low_level: "runc", "crun" or a path.
+    """
+
+    profile: str = "h100x8"
+    gpus: int | None = None
+    host: bool = False
+    strategies: tuple[str, ...] = ("envvar",)
+    identification: str = "uuid"
+    variable: str = "NVIDIA_VISIBLE_DEVICES"
+    path: str = "runtime"
+    policy: str = "env"
+    low_level: str = "runc"
+    driver: str | None = None
+
+
+class PluginProcess:
+    """`gpulet-device-plugin` as its own process, started again when it dies, as a DaemonSet's Pod would be."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._command = list(command)
+        self._log = log
+        self._stopping = threading.Event()
+        self.starts = 0
+        self._process = self._start()
+        self._keeper = threading.Thread(target=self._keep, name="plugin-keeper", daemon=True)
+        self._keeper.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.starts += 1
+        with self._log.open("ab") as log:
+            return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _keep(self) -> None:
+        delay = 0.1
+        while not self._stopping.wait(0.05):
+            if self._process.poll() is not None:
+                if self._stopping.wait(delay):
+                    return
+                delay = min(delay * 2, 10.0)
+                self._process = self._start()
+
+    def kill(self) -> None:
+        """SIGKILL, for those who want to see it come back."""
+        self._process.kill()
+
+    def failed(self) -> str:
+        """The plugin's last word where it has ended, else ""."""
+        if self._process.poll() is None:
+            return ""
+        lines = self._log.read_text(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), f"exit code {self._process.returncode}")
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._keeper.join()
+        stop_process(self._process)
+
+
+class Stage:
+    """Sets everything up below `folder`, which must be new and on a path short enough for sockets; `close` ends it."""
+
+    def __init__(self, folder: Path, options: Options) -> None:
+        self.folder = folder
+        self.options = options
+        self.simulated = (
+            None
+            if options.host
+            else simulated.create(folder, options.profile, gpus=options.gpus, driver=options.driver)
+        )
+        self.root = Path("/") if self.simulated is None else self.simulated.root
+        (folder / "cdi").mkdir(exist_ok=True)
+        self.launchers = write_launchers(folder / "bin")
+        self.kubelet = Kubelet(folder / "kubelet")
+        self.plugin: PluginProcess | None = None
+        self.discovery_ms = 0.0
+        handlers = {
+            name: Handler(name, self.launchers["gpulet-runtime"], self._write_config(name, policy))
+            for name, policy in (("nvidia", options.policy), ("nvidia-guarded", "kubelet"))
+        }
+        self.engine = Engine(
+            folder,
+            ImageStore(folder / "images"),
+            handlers,
+            cdi_folders=[folder / "cdi"],
+            cgroup_parent=f"gpulet-{os.getpid()}",
+        )
+
+    def discover(self, timeout: float = 20.0) -> None:
+        """Starts kubelet and plugin and waits until the node's GPUs are allocatable."""
+        self.kubelet.start()
+        started = time.perf_counter()
+        self.plugin = PluginProcess(self._plugin_command(), self.folder / "device-plugin.log")
+        deadline = time.monotonic() + timeout
+        while not self.allocatable():
+            ended = self.plugin.failed()
+            if ended or time.monotonic() > deadline:
+                raise NodeError(
+                    "the device plugin registered no GPU",
+                    seen=ended or f"nothing within {timeout:.0f} s",
+                    wanted=f"{RESOURCE} at the kubelet's socket",
+                    remedy=f"read {self.folder / 'device-plugin.log'}",
+                )
+            time.sleep(0.002)
+        self.discovery_ms = (time.perf_counter() - started) * 1e3
+
+    def allocatable(self) -> int:
+        """How many GPUs the kubelet holds healthy."""
+        status = self.kubelet.resources().get(RESOURCE)
+        return status.allocatable if status else 0
+
+    def close(self) -> None:
+        """Ends containers, plugin and kubelet. The folder is the caller's to remove."""
+        self.engine.close()
+        if self.plugin:
+            self.plugin.stop()
+        self.kubelet.stop()
+
+    def _plugin_command(self) -> list[str]:
+        options = self.options
+        command = [sys.executable, "-m", "gpulet.plugin.main"]
+        command += ["--kubelet-socket-dir", str(self.folder / "kubelet")]
+        command += ["--driver-root", str(self.root), "--cdi-spec-dir", str(self.folder / "cdi")]
+        command += ["--device-list-strategy", ",".join(options.strategies)]
+        command += ["--device-id-strategy", options.identification, "--device-list-envvar", options.variable]
+        return [*command, "--nvidia-cdi-hook-path", str(self.launchers["gpulet-cdi-hook"])]
+
+    def _write_config(self, name: str, policy: str) -> Path:
+        """One runtime handler's config.toml."""
+        options, launchers = self.options, self.launchers
+        config = {
+            "accept-nvidia-visible-devices-as-volume-mounts": "volume-mounts" in options.strategies,
+            "nvidia-container-cli": {
+                "root": "" if options.host else str(self.root),
+                "path": str(launchers["gpulet-container-cli"]),
+                "visible-devices-envvars": [options.variable],
+            },
+            "nvidia-container-runtime": {
+                "debug": str(self.folder / "runtime.log"),
+                "mode": "legacy" if options.path == "hook" else "auto",
+                "runtimes": [options.low_level],
+                "modes": {"cdi": {"spec-dirs": [str(self.folder / "cdi")]}},
+            },
+            "nvidia-container-runtime-hook": {"path": str(launchers["gpulet-hook"]), "skip-mode-detection": True},
+            "gpulet": {
+                "state-dir": str(self.folder / "run"),
+                "policy": {"grants": policy, "checkpoint": str(self.kubelet.checkpoint)},
+            },
+        }
+        path = self.folder / f"{name}.toml"
+        path.write_text(tomlkit.dumps(config))
+        return path
