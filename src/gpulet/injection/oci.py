@@ -1,0 +1,156 @@
+"""Puts an Injection into a config.json: pure, idempotent, keeps every field that it doesn't know.
+
+Follows the CDI specification's rules for the OCI specification, without the peer's faults: a variable is replaced where
+it stands, a device rule that is there already isn't added again. Loaded by the programs in launch/.
+"""
+
+from __future__ import annotations
+
+import os
+
+from gpulet.injection.model import DeviceNode, Hook, Injection, Mount
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+HOOK_STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
+
+
+def apply(config: dict[str, Any], injection: Injection) -> dict[str, Any]:
+    """A new config.json content; `config` itself stays as it is."""
+    config = dict(config)
+    if injection.env:
+        config = set_env(config, injection.env)
+    if injection.devices:
+        config["linux"] = _with_devices(config, injection.devices)
+    if injection.mounts:
+        config["mounts"] = _with_mounts(config.get("mounts") or [], injection.mounts)
+    for hook in injection.hooks:
+        config = add_hook(config, hook)
+    if injection.gids:
+        config["process"] = _with_gids(config.get("process") or {}, injection.gids)
+    return config
+
+
+def set_env(config: dict[str, Any], pairs: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """Variables replaced where they stand first (later repetitions go) or appended."""
+    process = dict(config.get("process") or {})
+    env = list(process.get("env") or [])
+    for name, value in pairs:
+        at = [i for i, entry in enumerate(env) if entry.partition("=")[0] == name]
+        if at:
+            env[at[0]] = f"{name}={value}"
+            for i in reversed(at[1:]):
+                del env[i]
+        else:
+            env.append(f"{name}={value}")
+    return {**config, "process": {**process, "env": env}}
+
+
+def unset_env(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The same without a variable."""
+    process = dict(config.get("process") or {})
+    env = [entry for entry in process.get("env") or [] if entry.partition("=")[0] != name]
+    return {**config, "process": {**process, "env": env}}
+
+
+def add_hook(config: dict[str, Any], hook: Hook) -> dict[str, Any]:
+    """The hook at the end of its stage, unless the very same one is there."""
+    entry: dict[str, Any] = {"path": hook.path}
+    if hook.args:
+        entry["args"] = list(hook.args)
+    if hook.env:
+        entry["env"] = list(hook.env)
+    if hook.timeout:
+        entry["timeout"] = hook.timeout
+    hooks = dict(config.get("hooks") or {})
+    stage = list(hooks.get(hook.stage) or [])
+    if entry not in stage:
+        stage.append(entry)
+    return {**config, "hooks": {**hooks, hook.stage: stage}}
+
+
+def hooks_of(config: dict[str, Any]) -> tuple[Hook, ...]:
+    """Every hook of a config.json, stage by stage."""
+    return tuple(
+        Hook(
+            stage,
+            str(entry.get("path") or ""),
+            tuple(entry.get("args") or ()),
+            tuple(entry.get("env") or ()),
+            int(entry.get("timeout") or 0),
+        )
+        for stage in HOOK_STAGES
+        for entry in (config.get("hooks") or {}).get(stage) or []
+    )
+
+
+def keep_hooks(config: dict[str, Any], kept: tuple[Hook, ...]) -> dict[str, Any]:
+    """The config.json without the hooks that aren't among `kept`; those that are keep their entries as they stand."""
+    hooks = dict(config.get("hooks") or {})
+    for stage in HOOK_STAGES:
+        if stage in hooks:
+            pairs = zip(hooks_of({"hooks": {stage: hooks[stage]}}), hooks[stage] or [], strict=True)
+            left = [entry for hook, entry in pairs if hook in kept]
+            if left:
+                hooks[stage] = left
+            else:
+                del hooks[stage]
+    config = {**config, "hooks": hooks}
+    if not hooks:
+        del config["hooks"]
+    return config
+
+
+def _with_devices(config: dict[str, Any], nodes: tuple[DeviceNode, ...]) -> dict[str, Any]:
+    linux = dict(config.get("linux") or {})
+    resources = dict(linux.get("resources") or {})
+    user = (config.get("process") or {}).get("user") or {}
+    devices = list(linux.get("devices") or [])
+    rules = list(resources.get("devices") or [])
+    for node in nodes:
+        devices = [entry for entry in devices if entry.get("path") != node.path]
+        devices.append(_device(node, user))
+        if node.type in ("b", "c"):
+            _allow(rules, node)
+    return {**linux, "devices": devices, "resources": {**resources, "devices": rules}}
+
+
+def _device(node: DeviceNode, user: dict[str, Any]) -> dict[str, Any]:
+    """A node that names no owner belongs to the container's user."""
+    entry = {"path": node.path, "type": node.type, "major": node.major, "minor": node.minor, "fileMode": node.mode}
+    for key, own in (("uid", node.uid), ("gid", node.gid)):
+        owner = own or user.get(key) or 0
+        if owner > 0:
+            entry[key] = owner
+    return entry
+
+
+def _allow(rules: list[dict[str, Any]], node: DeviceNode) -> None:
+    """Rules apply in order, so one that stands before a denial doesn't count as there already."""
+    rule = {"allow": True, "type": node.type, "major": node.major, "minor": node.minor, "access": node.access}
+    denied = max((i for i, old in enumerate(rules) if not old.get("allow")), default=-1)
+    if rule not in rules[denied + 1 :]:
+        rules.append(rule)
+
+
+def _with_mounts(mounts: list[dict[str, Any]], added: tuple[Mount, ...]) -> list[dict[str, Any]]:
+    """Replaced by destination, then ordered by depth so that a parent never hides what is mounted beneath it."""
+    taken = {os.path.normpath(mount.path) for mount in added}
+    merged = [entry for entry in mounts if os.path.normpath(entry.get("destination") or "") not in taken]
+    for mount in {os.path.normpath(mount.path): mount for mount in added}.values():
+        entry: dict[str, Any] = {"destination": mount.path, "source": mount.source}
+        if mount.type:
+            entry["type"] = mount.type
+        if mount.options:
+            entry["options"] = list(mount.options)
+        merged.append(entry)
+    return sorted(merged, key=lambda entry: os.path.normpath(entry.get("destination") or "").count("/"))
+
+
+def _with_gids(process: dict[str, Any], gids: tuple[int, ...]) -> dict[str, Any]:
+    user = dict(process.get("user") or {})
+    groups = list(user.get("additionalGids") or [])
+    groups += [gid for gid in dict.fromkeys(gids) if gid and gid not in groups]
+    return {**process, "user": {**user, "additionalGids": groups}}

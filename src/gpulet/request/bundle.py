@@ -1,0 +1,194 @@
+"""An OCI bundle: what of its config.json matters for a decision, reading and writing it, and the state that hooks get.
+
+Loaded by the programs in launch/.
+"""
+
+from __future__ import annotations
+
+import os
+
+from gpulet import codec
+from gpulet.errors import BundleError
+from gpulet.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+# Who the container is: containerd's key, CRI-O's key.
+_IDENTITY = {
+    "type": ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"),
+    "name": ("io.kubernetes.cri.container-name", "io.kubernetes.container.name"),
+    "pod_uid": ("io.kubernetes.cri.sandbox-uid", "io.kubernetes.pod.uid"),
+    "pod_name": ("io.kubernetes.cri.sandbox-name", "io.kubernetes.pod.name"),
+    "pod_namespace": ("io.kubernetes.cri.sandbox-namespace", "io.kubernetes.pod.namespace"),
+}
+
+
+class Container(Value):
+    """One container as its config.json describes it.
+
+    env: (name, value) in order, duplicates kept; mounts: (source, destination); root: the root file system's absolute
+    path; type: "container", "sandbox" or "" outside Kubernetes; pod_uid and the rest: from the engine's annotations;
+    confirmed: whether the cgroup's path, which the engine wrote too and a Pod can't choose, carries the same Pod UID.
+    """
+
+    env: tuple[tuple[str, str], ...] = ()
+    annotations: tuple[tuple[str, str], ...] = ()
+    mounts: tuple[tuple[str, str], ...] = ()
+    privileged: bool = False
+    root: str = ""
+    cgroups_path: str = ""
+    type: str = ""
+    name: str = ""
+    pod_uid: str = ""
+    pod_name: str = ""
+    pod_namespace: str = ""
+    confirmed: bool = False
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], bundle: str = "") -> Container:
+        """The container of a config.json. Raises BundleError for a part that has the wrong shape."""
+        process = _part(config, "process", {})
+        annotations = _part(config, "annotations", {})
+        cgroups_path = str(_part(config, "linux", {}).get("cgroupsPath") or "")
+        who = {
+            field: next((annotations[k] for k in keys if annotations.get(k)), "") for field, keys in _IDENTITY.items()
+        }
+        root = str(_part(config, "root", {}).get("path") or "")
+        return cls(
+            env=_pairs(_part(process, "env", [])),
+            annotations=tuple(sorted(annotations.items())),
+            mounts=tuple(
+                (str(m.get("source") or ""), str(m.get("destination") or "")) for m in _part(config, "mounts", [])
+            ),
+            privileged=_privileged(config, process),
+            root=os.path.abspath(os.path.join(bundle, root)) if root else "",
+            cgroups_path=cgroups_path,
+            confirmed=_carries(cgroups_path, who["pod_uid"]),
+            **who,
+        )
+
+    def variable(self, name: str) -> str | None:
+        """A variable's value, the last where it stands twice, None where it isn't set."""
+        for key, value in reversed(self.env):
+            if key == name:
+                return value
+        return None
+
+    def position(self, name: str) -> str:
+        """Where the value of `variable` stands, in words."""
+        last = max((i for i, (key, _) in enumerate(self.env) if key == name), default=None)
+        return "process.env" if last is None else f"process.env[{last}]"
+
+    def with_variable(self, name: str, value: str) -> Container:
+        """The same container with another value for a variable that it has."""
+        return self.replace(env=tuple((key, value if key == name else old) for key, old in self.env))
+
+
+class State(Value):
+    """What a hook reads from standard input (OCI runtime-spec, State). root: crun's extension, "" elsewhere."""
+
+    pid: int
+    bundle: str
+    id: str = ""
+    root: str = ""
+
+    @classmethod
+    def parse(cls, text: bytes) -> State:
+        """Reads a state; `bundlePath` is what Docker wrote before 17.06. Raises BundleError."""
+        try:
+            data = codec.loads(text, first=True)
+        except ValueError as error:
+            raise BundleError("container state on standard input", seen=error, wanted="a JSON object") from None
+        if not isinstance(data, dict) or not isinstance(data.get("pid", 0), int):
+            raise BundleError("container state on standard input", seen=str(data)[:80], wanted="an object with a pid")
+        bundle = data.get("bundle") or data.get("bundlePath") or ""
+        return cls(data.get("pid", 0), str(bundle), str(data.get("id") or ""), str(data.get("root") or ""))
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The config.json at a path. Raises BundleError."""
+    try:
+        with open(path, "rb") as file:
+            config = codec.loads(file.read(), first=True)
+    except OSError as error:
+        raise BundleError(f"config.json of the bundle {path}", seen=error.strerror, wanted="an OCI bundle") from None
+    except ValueError as error:
+        raise BundleError(f"config.json of the bundle {path}", seen=error, wanted="a JSON object") from None
+    if not isinstance(config, dict):
+        raise BundleError(f"config.json of the bundle {path}", seen=type(config).__name__, wanted="a JSON object")
+    return config
+
+
+def write_config(path: str, config: dict[str, Any]) -> None:
+    """Writes a config.json aside and renames it, with the mode and owner of the one it replaces. Raises BundleError."""
+    aside = f"{path}.gpulet.{os.getpid()}"
+    try:
+        before = os.stat(path)
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(codec.dumps(config) + b"\n")
+                file.flush()
+                os.fchmod(descriptor, before.st_mode & 0o7777)
+                if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(descriptor, before.st_uid, before.st_gid)
+            os.rename(aside, path)
+        except BaseException:
+            os.unlink(aside)
+            raise
+    except OSError as error:
+        raise BundleError(
+            f"config.json of the bundle {path}", seen=error.strerror, wanted="a file to replace"
+        ) from None
+
+
+def _part(table: dict[str, Any], name: str, default: Any) -> Any:
+    """A member of the default's type; absent and null mean the default, as Go decodes them."""
+    value = table.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, type(default)):
+        raise BundleError(f"config.json: {name}", seen=repr(value)[:80], wanted=f"a JSON {_json_name(default)}")
+    if isinstance(value, list) and name == "mounts" and not all(isinstance(item, dict) for item in value):
+        raise BundleError("config.json: mounts", seen=repr(value)[:80], wanted="a list of objects")
+    return value
+
+
+def _json_name(value: object) -> str:
+    return "array" if isinstance(value, list) else "object"
+
+
+def _pairs(env: list[Any]) -> tuple[tuple[str, str], ...]:
+    pairs = []
+    for entry in env:
+        name, equals, value = str(entry).partition("=")
+        if not equals:
+            raise BundleError("config.json: invalid environment variable", seen=entry, wanted="NAME=value")
+        pairs.append((name, value))
+    return tuple(pairs)
+
+
+def _privileged(config: dict[str, Any], process: dict[str, Any]) -> bool:
+    """CAP_SYS_ADMIN in the bounding set: what the peer calls privileged. Between 1.0.0-rc1 and 1.0.0-rc4 the
+    specification had one list of capabilities instead of five sets."""
+    capabilities = process.get("capabilities")
+    if isinstance(capabilities, dict):
+        capabilities = capabilities.get("bounding")
+    elif capabilities is not None and not str(config.get("ociVersion", "")).startswith("1.0.0-rc"):
+        raise BundleError(
+            "config.json: process.capabilities", seen=repr(capabilities)[:80], wanted="an object with a list `bounding`"
+        )
+    return isinstance(capabilities, list) and "CAP_SYS_ADMIN" in capabilities
+
+
+def _carries(cgroups_path: str, pod_uid: str) -> bool:
+    """Whether a cgroup's path is of this Pod: ".../pod<UID>/..." with cgroupfs, "...-pod<UID with _>.slice:..." with
+    systemd."""
+    if not pod_uid:
+        return False
+    parts = cgroups_path.replace(":", "/").split("/")
+    sliced = f"-pod{pod_uid.replace('-', '_')}.slice"
+    return any(part == f"pod{pod_uid}" or part.endswith(sliced) for part in parts)

@@ -1,0 +1,171 @@
+"""NVIDIA_REQUIRE_*: what an image needs of the node, the expressions' whole grammar, and whether it holds.
+
+    EXPRESSION := ALTERNATIVE (SPACE ALTERNATIVE)*      one alternative must hold
+    ALTERNATIVE := TERM ("," TERM)*                     every term must hold
+    TERM := ("cuda" | "driver" | "arch" | "brand") ("=" | "!=" | "<" | "<=" | ">" | ">=") VALUE
+
+Names in any case; empty pieces count for nothing; `brand` knows = and != alone. Versions are digits and dots, compared
+part by part as numbers, where a missing part is 0. Reading stops where the outcome is certain, so what stands after a
+term that fails, or after an alternative that holds, is never judged. Loaded by the programs in launch/.
+"""
+
+from __future__ import annotations
+
+from gpulet.errors import RequestError, RequirementNotMet
+from gpulet.request.bundle import Container
+from gpulet.request.devices import is_legacy_image
+from gpulet.request.trace import Trace
+from gpulet.settings import Settings
+from gpulet.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PREFIX = "NVIDIA_REQUIRE_"
+SWITCH = "NVIDIA_DISABLE_REQUIRE"
+_TRUE = ("1", "t", "T", "TRUE", "true", "True")  # Go's strconv.ParseBool
+
+
+class Subject(Value):
+    """What an expression is held against: versions of the node and one device's arch and brand.
+
+    None means that there is no such thing to judge (no device selected, or the fact can't be had here): terms about it
+    hold.
+    """
+
+    cuda: str | None = None
+    driver: str | None = None
+    arch: str | None = None
+    brand: str | None = None
+
+
+class Clause(Value):
+    """One term that was judged: its text, the value here ("" where there is none), and whether it holds."""
+
+    text: str
+    here: str
+    holds: bool
+
+
+def collect(container: Container, settings: Settings, trace: Trace) -> tuple[str, ...]:
+    """The container's expressions, in the order of its environment; a legacy image's CUDA_VERSION is one."""
+    names = dict.fromkeys(
+        name for name, _ in container.env if name.startswith(PREFIX) and not name.startswith(PREFIX + "JETPACK")
+    )
+    found = [(name, container.variable(name) or "") for name in names]
+    disabled = container.variable(SWITCH)
+    if settings.disable_require or disabled in _TRUE:
+        where = settings.where("disable_require") if settings.disable_require else container.position(SWITCH)
+        trace.note("requirements", SWITCH, where, "switched off")
+        return ()
+    if is_legacy_image(container):
+        found.append(("CUDA_VERSION", f"cuda>={_major_minor(container.variable('CUDA_VERSION') or '')}"))
+    for name, value in found:
+        trace.note("requirements", value, container.position(name), "to be held against the node")
+    return tuple(value for _, value in found)
+
+
+def _major_minor(version: str) -> str:
+    """MAJOR.MINOR of a legacy image's CUDA_VERSION: one to three numbers, perhaps with "v" before and "-..." behind."""
+    core = version.removeprefix("v").partition("-")[0].partition("+")[0]
+    parts = core.split(".")
+    if not 1 <= len(parts) <= 3 or not all(part.isascii() and part.isdigit() for part in parts):
+        raise RequestError(
+            "CUDA_VERSION of the image",
+            seen=repr(version),
+            wanted="a version such as 11.8",
+            remedy=f"set {SWITCH}=true, or correct the image",
+        )
+    return f"{int(parts[0])}.{int(parts[1]) if len(parts) > 1 else 0}"
+
+
+def check(expressions: Iterable[str], subjects: Iterable[Subject]) -> None:
+    """Raises RequirementNotMet where an expression doesn't hold for a subject, RequestError where it can't be read.
+
+    The error's `what` is "unsatisfied condition: <first alternative>" or "invalid expression".
+    """
+    subjects = tuple(subjects)
+    for expression in expressions:
+        for subject in subjects:
+            holds, clauses = evaluate(expression, subject)
+            if not holds:
+                raise _unmet(expression, clauses)
+
+
+def evaluate(expression: str, subject: Subject) -> tuple[bool, tuple[Clause, ...]]:
+    """Whether one expression holds, and every term that was judged on the way. Raises RequestError."""
+    clauses: list[Clause] = []
+    alternatives = [text for text in expression.split(" ") if text.strip(",")]
+    for alternative in alternatives:
+        for term in filter(None, alternative.split(",")):
+            clauses.append(_judge(term, subject))
+            if not clauses[-1].holds:
+                break
+        else:
+            return True, tuple(clauses)
+    return not alternatives, tuple(clauses)
+
+
+def _unmet(expression: str, clauses: tuple[Clause, ...]) -> RequirementNotMet:
+    condition = expression.split(" ")[0]
+    failed = [clause for clause in clauses if not clause.holds]
+    here = ", ".join(dict.fromkeys(f"{_name(clause.text)}={clause.here}" for clause in failed))
+    remedy = ""
+    if condition.lower().startswith("cuda>="):
+        remedy = "please update your driver to a newer version, or use an earlier cuda container"
+    return RequirementNotMet(f"unsatisfied condition: {condition}", seen=f"this node has {here}", remedy=remedy)
+
+
+def _name(term: str) -> str:
+    return term[: _operator_at(term)].lower()
+
+
+def _operator_at(term: str) -> int:
+    return next((i for i, letter in enumerate(term) if letter in "<>=!"), len(term))
+
+
+def _judge(term: str, subject: Subject) -> Clause:
+    start = end = _operator_at(term)
+    while end < len(term) and term[end] in "<>=!":
+        end += 1
+    name, operator, value = term[:start].lower(), term[start:end], term[end:]
+    if operator == "!":  # the peer compares over the run's length, so that a lone ! means !=
+        operator = "!="
+    if name not in ("cuda", "driver", "arch", "brand") or operator not in _HOLDS or not value:
+        raise _invalid(term)
+    here = getattr(subject, name)
+    if here is None:
+        return Clause(term, "", True)
+    if name == "brand":
+        if operator not in ("=", "!="):
+            raise _invalid(term)
+        return Clause(term, here, (here.lower() == value.lower()) is (operator == "="))
+    ours, theirs = _version(here), _version(value)
+    if ours is None or theirs is None:
+        raise _invalid(term)
+    return Clause(term, here, _HOLDS[operator](ours, theirs))
+
+
+def _invalid(term: str) -> RequestError:
+    return RequestError("invalid expression", seen=term, wanted="cuda, driver, arch or brand, an operator and a value")
+
+
+def _version(text: str) -> list[int] | None:
+    """The numbers of a version without its trailing zeros, so that 12.4.0 equals 12.4; None where it isn't one."""
+    if not all(letter in "0123456789." for letter in text) or not text.strip("."):
+        return None
+    numbers = [int(part or 0) for part in text.split(".")]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return numbers
+
+
+_HOLDS = {
+    "=": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+}
