@@ -40,11 +40,26 @@ class MigDevice(Value):
     ci_minor: int = -1
 
 
+class CharDevice(Value):
+    """A character device node found on this node. path: as a container is to see it; host_path: where it lies;
+    mode: permission bits.
+    """
+
+    path: str
+    host_path: str
+    major: int
+    minor: int
+    mode: int = 0o666
+    uid: int = 0
+    gid: int = 0
+
+
 class Gpu(Value):
     """One GPU that answered.
 
     index: NVML's; minor: of /dev/nvidia<minor>, not always the index; bus_id: NVML's form "00000000:19:00.0" in
-    lower case; arch: compute capability "9.0"; memory in bytes; numa: -1 where unknown.
+    lower case; arch: compute capability "9.0"; memory in bytes; numa: -1 where unknown; drm: names of its nodes in
+    /dev/dri; drm_links: (text, path) of its links in /dev/dri/by-path.
     """
 
     index: int
@@ -61,6 +76,8 @@ class Gpu(Value):
     mig_enabled: bool = False
     mig: tuple[MigDevice, ...] = ()
     links: tuple[Link, ...] = ()
+    drm: tuple[str, ...] = ()
+    drm_links: tuple[tuple[str, str], ...] = ()
 
 
 class Lost(Value):
@@ -76,7 +93,9 @@ class NodeFacts(Value):
     """What one look at the node found.
 
     source: "nvml" or "procfs"; driver: "570.86.15" or ""; cuda: "12.8" or ""; majors: /proc/devices entries that
-    concern NVIDIA, name -> character major, sorted; imex: channel numbers present in /dev.
+    concern NVIDIA, name -> character major, sorted; imex: channel numbers present in /dev; nodes: the NVIDIA, DRM and
+    fabric device nodes found, IMEX channels excepted (there can be thousands); mig_minors: nvidia-caps minors of
+    "config" and "monitor", -1 where there is none; dev_root: the folder whose dev/ was looked into.
     """
 
     gpus: tuple[Gpu, ...]
@@ -86,6 +105,9 @@ class NodeFacts(Value):
     lost: tuple[Lost, ...] = ()
     majors: tuple[tuple[str, int], ...] = ()
     imex: tuple[int, ...] = ()
+    nodes: tuple[CharDevice, ...] = ()
+    mig_minors: tuple[int, int] = (-1, -1)
+    dev_root: str = "/"
 
     def major(self, name: str) -> int:
         """The character major of a driver's name in /proc/devices, -1 where it isn't there."""

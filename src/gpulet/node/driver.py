@@ -1,0 +1,303 @@
+"""The user-space driver's files beneath a root, by driver capability; what isn't there, and where we looked.
+
+Folders are listed once instead of asking for each name in each place. Only files of the running driver's version
+count. Loaded by the programs in launch/.
+"""
+
+from __future__ import annotations
+
+import os
+
+from gpulet.errors import DriverNotFound
+from gpulet.node import driver_table as table
+from gpulet.node import elf
+from gpulet.node.paths import below, resolve
+from gpulet.node.procfs import driver_version, read_text
+from gpulet.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class DriverFile(Value):
+    """One file or folder of the driver.
+
+    path: as seen below the root, which is where the container gets it; source: on the host; kind: "library",
+    "library32", "binary", "firmware", "socket", "config" or "xorg"; capability: one of driver_table's; soname: of a
+    library; links: (text, path) of symbolic links to be made with it.
+    """
+
+    path: str
+    source: str
+    kind: str
+    capability: str = ""
+    soname: str = ""
+    links: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def folder(self) -> str:
+        """The folder that holds it."""
+        return self.path.rpartition("/")[0]
+
+
+class Missing(Value):
+    """A file that a driver should have and that wasn't found; looked: the places, below the root."""
+
+    name: str
+    looked: tuple[str, ...]
+
+
+class DriverFiles(Value):
+    """What was found beneath `root`. folders: the driver's 64-bit library folders, first the one with libcuda."""
+
+    root: str
+    version: str
+    files: tuple[DriverFile, ...] = ()
+    missing: tuple[Missing, ...] = ()
+    folders: tuple[str, ...] = ()
+
+
+def _listing(root: str, folder: str) -> dict[str, bool]:
+    """The folder's names, each with whether it is a symbolic link; empty where there is no such folder."""
+    try:
+        with os.scandir(below(root, folder)) as entries:
+            return {entry.name: entry.is_symlink() for entry in entries}
+    except OSError:
+        return {}
+
+
+def _cached_folders(root: str, ldcache: str) -> list[str]:
+    """Folders that the root's loader cache gives for the driver's libraries.
+
+    The paths are searched for as bytes: parsing the cache would take longer than all the rest.
+    """
+    try:
+        with open(ldcache or below(root, "/etc/ld.so.cache"), "rb") as file:
+            data = file.read()
+    except OSError:
+        return []
+    folders = []
+    for name in (b"/libcuda.so.1\0", b"/libnvidia-ml.so.1\0"):
+        at = data.find(name)
+        while at >= 0:
+            folders.append(data[data.rfind(b"\0", 0, at) + 1 : at].decode("utf-8", "surrogateescape"))
+            at = data.find(name, at + 1)
+    return [folder for folder in dict.fromkeys(folders) if folder.startswith("/")]
+
+
+class _Search:
+    """One look beneath one root."""
+
+    def __init__(self, root: str, ldcache: str, search: Sequence[str]) -> None:
+        self.root = root
+        machine = os.uname().machine
+        self.triplet, self.triplet32 = table.TRIPLETS.get(machine, (f"{machine}-linux-gnu", ""))
+        self.wanted = [*_cached_folders(root, ldcache), *self._known(table.FOLDERS_64), *map(self._inside, search)]
+        self.listings: dict[str, dict[str, bool]] = {}
+
+    def _inside(self, folder: str) -> str:
+        """A folder from the command line, as a path below the root; given with or without the root before it."""
+        root = self.root.rstrip("/")
+        return folder[len(root) :] if root and folder.startswith(root + "/") else folder
+
+    def _known(self, patterns: Sequence[str]) -> list[str]:
+        folders = (pattern.format(triplet=self.triplet, triplet32=self.triplet32) for pattern in patterns)
+        return [folder for folder in folders if not folder.endswith("/")]
+
+    def names(self, folder: str) -> dict[str, bool]:
+        if folder not in self.listings:
+            self.listings[folder] = _listing(self.root, folder)
+        return self.listings[folder]
+
+    def version(self) -> str:
+        """The version that the libraries' file names have, "" where no library is found."""
+        for stem in ("libcuda.so.", "libnvidia-ml.so."):
+            for folder in self.wanted:
+                for name in sorted(self.names(folder), reverse=True):
+                    if name.startswith(stem) and name[len(stem) :].count("."):
+                        return name[len(stem) :]
+        return ""
+
+    def folders(self, candidates: Sequence[str], version: str, bits: int) -> list[str]:
+        """Those candidates, resolved and each once, that hold a library of this version and word size."""
+        found: list[str] = []
+        marks = (f"libcuda.so.{version}", f"libnvidia-ml.so.{version}")
+        for candidate in candidates:
+            here = next((mark for mark in marks if os.path.lexists(below(self.root, f"{candidate}/{mark}"))), "")
+            if not here:
+                continue
+            file = resolve(self.root, f"{candidate}/{here}")  # the link may lead elsewhere: NixOS, alternatives
+            if elf.bits(below(self.root, file)) in (0, bits):
+                found.append(file.rpartition("/")[0])
+        return list(dict.fromkeys(found))
+
+    # -- libraries --
+
+    def libraries(self, folders: Sequence[str], version: str, kind: str) -> Iterator[DriverFile]:
+        for folder in folders:
+            for place in (folder, folder + "/vdpau"):
+                names = self.names(place)
+                links = self._links(place, names)
+                for name in sorted(names):
+                    stem = _stem(name, version)
+                    if stem and not names[name]:
+                        yield self._library(place, name, stem, kind, links.get(name, ()))
+
+    def _links(self, folder: str, names: dict[str, bool]) -> dict[str, list[str]]:
+        """File name -> names of the links in the folder that end at it."""
+        direct = {}
+        for name, is_link in names.items():
+            if is_link and ".so" in name:
+                try:
+                    direct[name] = os.readlink(below(self.root, f"{folder}/{name}"))
+                except OSError:
+                    continue
+        out: dict[str, list[str]] = {}
+        for name in direct:
+            end, hops = name, 0
+            while end in direct and hops < 8:
+                end, hops = direct[end], hops + 1
+            out.setdefault(end, []).append(name)
+        return out
+
+    def _library(self, folder: str, name: str, stem: str, kind: str, beside: Sequence[str]) -> DriverFile:
+        path = f"{folder}/{name}"
+        soname = self._soname(path, name, stem, beside)
+        links = dict.fromkeys([(name, f"{folder}/{soname}")] if soname and soname != name else [])
+        for text, link in table.EXTRA_LINKS.get(stem, ()):
+            links[(text.format(file=name), f"{folder}/{link}")] = None
+        taken = {link for _text, link in links}
+        for other in sorted(beside):
+            if f"{folder}/{other}" not in taken:
+                links[(name, f"{folder}/{other}")] = None
+        capability = table.CAPABILITY_OF_LIBRARY.get(stem, table.EVERYTHING)
+        return DriverFile(path, below(self.root, path), kind, capability, soname, tuple(links))
+
+    def _soname(self, path: str, name: str, stem: str, beside: Sequence[str]) -> str:
+        """From the links beside the file (ldconfig made them), else out of the file itself."""
+        versioned = [link for link in beside if link.startswith(stem + ".so.")]
+        if versioned:
+            return min(versioned, key=lambda link: (len(link), link))
+        if stem in table.SONAME_IS_FILE_NAME:
+            return name
+        return elf.soname(below(self.root, path))
+
+    # -- everything else --
+
+    def first(self, candidates: Sequence[str]) -> str:
+        """The first of the paths that exists, resolved below the root; "" for none."""
+        for path in candidates:
+            if os.path.lexists(below(self.root, path)):
+                real = resolve(self.root, path)
+                if os.path.exists(below(self.root, real)):
+                    return real
+        return ""
+
+    def binaries(self) -> Iterator[DriverFile]:
+        for name, capability in table.BINARIES.items():
+            path = next(
+                (f"{f}/{name}" for f in table.BINARY_FOLDERS if os.access(below(self.root, f"{f}/{name}"), os.X_OK)), ""
+            )
+            if path:
+                yield DriverFile(path, below(self.root, resolve(self.root, path)), "binary", capability)
+
+    def firmware(self, version: str) -> Iterator[DriverFile]:
+        for folder in _firmware_folders(version):
+            for name in sorted(self.names(folder)):
+                if name.startswith("gsp") and name.endswith(".bin"):
+                    path = f"{folder}/{name}"
+                    yield DriverFile(path, below(self.root, resolve(self.root, path)), "firmware")
+
+    def sockets(self) -> Iterator[DriverFile]:
+        for capability, places in table.SOCKETS:
+            path = self.first(places)
+            if path:
+                yield DriverFile(path, below(self.root, path), "socket", capability)
+
+    def configuration(self) -> Iterator[DriverFile]:
+        for target, capability in table.CONFIGURATION.items():
+            base = "/etc" if target.startswith("/etc/") else "/usr/share"
+            name = target[len(base) :]
+            places = [folder + name for folder in table.CONFIGURATION_FOLDERS]
+            if name.startswith("/vulkan/"):
+                places.append(name)  # Container-Optimized OS keeps them right below its driver folder
+            path = self.first(places)
+            if path:
+                yield DriverFile(target, below(self.root, path), "config", capability)
+
+    def xorg(self, folders: Sequence[str], version: str) -> Iterator[DriverFile]:
+        places = [f"{folder}/{name}" for folder in folders for name in table.XORG_BESIDE] + list(table.XORG_FOLDERS)
+        for pattern, link in table.XORG_MODULES:
+            name = pattern.format(version=version)
+            path = self.first([f"{place}/{name}" for place in places])
+            if path:
+                folder = path.rpartition("/")[0]
+                links = ((name, f"{folder}/{link}"),) if link else ()
+                yield DriverFile(path, below(self.root, path), "xorg", table.GRAPHICS, links=links)
+
+
+def _stem(name: str, version: str) -> str:
+    """The library's name without ".so" and version where it is one of the driver's, else ""."""
+    stem, dot_so, suffix = name.partition(".so.")
+    if not dot_so or not stem.startswith("lib"):
+        return ""
+    if suffix == version:
+        return stem
+    return stem if stem in table.OWN_VERSION else ""
+
+
+def _firmware_folders(version: str) -> list[str]:
+    """Where the kernel looks for firmware, in its order (Documentation/driver-api/firmware/fw_search_path.rst)."""
+    custom = (read_text("/sys/module/firmware_class/parameters/path") or "").strip()
+    release = os.uname().release
+    bases = [custom, f"/lib/firmware/updates/{release}", "/lib/firmware/updates", f"/lib/firmware/{release}"]
+    return [f"{base}/nvidia/{version}" for base in dict.fromkeys([*bases, "/lib/firmware"]) if base]
+
+
+def _missing(files: Sequence[DriverFile], looked: Sequence[str]) -> Iterator[Missing]:
+    stems = {file.path.rpartition("/")[2].partition(".so.")[0] for file in files if file.kind == "library"}
+    for capability in table.LIBRARIES:
+        for stem in table.LIBRARIES[capability]:
+            if stem not in stems:
+                yield Missing(stem + ".so", tuple(looked))
+    names = {file.path.rpartition("/")[2] for file in files if file.kind == "binary"}
+    for name in table.BINARIES:
+        if name not in names:
+            yield Missing(name, table.BINARY_FOLDERS)
+
+
+def find(
+    root: str = "/", *, version: str = "", ldcache: str = "", search: Sequence[str] = (), drop: Sequence[str] = ()
+) -> DriverFiles:
+    """The driver's files beneath `root`.
+
+    version: of the running driver; "" asks the kernel module, then the libraries' own names. ldcache: a loader cache
+    to use instead of the root's. search: more library folders, looked at last. drop: kinds not to look for.
+    Raises DriverNotFound, naming every folder, where there is no driver library.
+    """
+    root = root or "/"
+    look = _Search(root, ldcache, search)
+    running = version or driver_version(root)
+    version = running or look.version()
+    folders = look.folders(look.wanted, version, 64) if version else []
+    if not folders:
+        on_disk = look.version()
+        raise DriverNotFound(
+            f"no driver library of version {version or 'any'} beneath {root}",
+            seen=f"libraries of version {on_disk}" if on_disk else "none",
+            wanted="libcuda or libnvidia-ml in one of " + " ".join(dict.fromkeys(look.wanted)),
+            remedy="reboot or reload the kernel module" if on_disk else "install the driver, or set the driver root",
+        )
+    folders32 = [f for f in look.folders(look._known(table.FOLDERS_32), version, 32) if f not in folders]
+    files = [
+        *look.libraries(folders, version, "library"),
+        *look.libraries(folders32, version, "library32"),
+        *look.binaries(),
+        *look.firmware(version),
+        *look.sockets(),
+        *look.configuration(),
+        *look.xorg(folders, version),
+    ]
+    kept = tuple(file for file in dict.fromkeys(files) if file.kind not in drop)
+    return DriverFiles(root, version, kept, tuple(_missing(kept, folders)), tuple(folders))
