@@ -1,0 +1,225 @@
+"""The daemon's settings: flags over environment over the YAML file over the defaults, checked as a whole.
+
+`load` either gives a Config that every part can rely on or raises ConfigError (UsageError for the command line);
+a running daemon keeps its last good Config when a new one is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from gpulet.errors import ConfigError
+from gpulet.plugin.options import OPTIONS, Option, Scalar, read_arguments, read_environ
+from gpulet.plugin.sharing import Pattern, Sharing, read_patterns, read_sharing
+
+STRATEGIES = ("envvar", "volume-mounts", "cdi-annotations", "cdi-cri")
+KUBELET_DIR = "/var/lib/kubelet/device-plugins"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything the daemon may be told; field names are those of options.OPTIONS."""
+
+    mig_strategy: str = "none"
+    fail_on_init_error: bool = True
+    driver_root: str = "/"
+    dev_root: str = ""
+    pass_device_specs: bool = False
+    device_list_strategy: tuple[str, ...] = ("envvar",)
+    device_id_strategy: str = "uuid"
+    device_list_envvar: str = "NVIDIA_VISIBLE_DEVICES"
+    gdrcopy_enabled: bool = False
+    gds_enabled: bool = False
+    mofed_enabled: bool = False
+    cdi_annotation_prefix: str = "cdi.k8s.io/"
+    cdi_hook_path: str = "/usr/bin/nvidia-ctk"
+    driver_root_ctr_path: str = "/driver-root"
+    mps_root: str = ""
+    allocation_policy: str = "distributed"
+    discovery: str = "auto"
+    imex_channel_ids: tuple[int, ...] = ()
+    imex_required: bool = False
+    kubelet_socket: str = f"{KUBELET_DIR}/kubelet.sock"
+    kubelet_socket_dir: str = ""
+    config_file: str = ""
+    cdi_feature_flags: tuple[str, ...] = ()
+    cdi_disable_hooks: tuple[str, ...] = ()
+    cdi_spec_dir: str = "/var/run/cdi"
+    metrics_address: str = ""
+    log_format: str = "text"
+    log_level: str = "info"
+    time_slicing: Sharing | None = None
+    mps: Sharing | None = None
+    gpu_patterns: tuple[Pattern, ...] = ()
+    mig_patterns: tuple[Pattern, ...] = ()
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def cdi(self) -> bool:
+        """Whether any strategy names devices through CDI."""
+        return any(name.startswith("cdi-") for name in self.device_list_strategy)
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """The sharing in force: MPS before time-slicing, where it makes replicas."""
+        return next((way for way in (self.mps, self.time_slicing) if way and way.active), None)
+
+    @property
+    def mps_active(self) -> bool:
+        """Whether devices are shared through MPS."""
+        return self.mps is not None and self.mps.active
+
+    @property
+    def lookup_root(self) -> str:
+        """Where this process finds the driver's files: the root's mount in its container, else the root itself."""
+        mounted = os.path.isdir(self.driver_root_ctr_path)
+        return self.driver_root_ctr_path if mounted else self.driver_root
+
+    @property
+    def lookup_dev_root(self) -> str:
+        """The folder whose dev/ this process looks at for device nodes."""
+        return self.lookup_root if os.path.isdir(os.path.join(self.lookup_root, "dev")) else "/"
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """The settings from the command line, the environment and the file that either names.
+
+    Raises UsageError for the command line, ConfigError for everything else.
+    """
+    given = {**read_environ(environ), **read_arguments(argv)}
+    path = str(given.get("config_file", ""))
+    return _checked(_merged(given, _document(path), path))
+
+
+def _document(path: str) -> dict[str, Any]:
+    if not path:
+        return {}
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as stream:
+            document = yaml.safe_load(stream)
+    except OSError as error:
+        raise ConfigError(f"config file {path} can't be read", seen=error.strerror) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is no YAML", seen=error) from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"config file {path}", seen=type(document).__name__, wanted="a map with version, flags, ...")
+    if document.get("version") not in (None, "", "v1"):
+        raise ConfigError("unknown version", seen=document["version"], wanted="v1", remedy=f"change it in {path}")
+    return document
+
+
+def _merged(given: dict[str, Scalar], document: dict[str, Any], path: str) -> Config:
+    values: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.key and (found := _file_value(document, option)) is not None:
+            values[option.field] = found
+    values.update(given)
+    sharing = _section(document, "sharing")
+    slicing, mps = sharing.get("timeSlicing"), sharing.get("mps")
+    if "timeSlicing" in sharing:
+        values["time_slicing"] = read_sharing(slicing, "sharing.timeSlicing", fail_above_one=False)
+    if mps is not None:
+        values["mps"] = read_sharing(mps, "sharing.mps", fail_above_one=True)
+    resources = _section(document, "resources")
+    values["gpu_patterns"] = read_patterns(resources.get("gpus"), "resources.gpus")
+    values["mig_patterns"] = read_patterns(resources.get("mig"), "resources.mig")
+    values["warnings"] = tuple(_unknown_keys(document, path))
+    values["dev_root"] = values.get("dev_root") or values.get("driver_root", "/")
+    return _with_sockets(Config(**values), "kubelet_socket" in given)
+
+
+def _with_sockets(config: Config, socket_given: bool) -> Config:
+    """The kubelet looks for a plugin's socket beside its own, so one of the two settings moves both."""
+    changes: dict[str, Any] = {item.name: getattr(config, item.name) for item in fields(config)}
+    if config.kubelet_socket_dir and not socket_given:
+        changes["kubelet_socket"] = os.path.join(config.kubelet_socket_dir, "kubelet.sock")
+    elif not config.kubelet_socket_dir:
+        changes["kubelet_socket_dir"] = os.path.dirname(config.kubelet_socket) or KUBELET_DIR
+    return Config(**changes)
+
+
+def _section(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A map inside the document; keys of the fixed part match in any case, as Go's JSON decoder does it."""
+    value = next((document[key] for key in document if key.lower() == name.lower()), None)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(name, seen=repr(value), wanted="a map")
+    return value
+
+
+def _file_value(document: dict[str, Any], option: Option) -> Any:
+    *sections, leaf = option.key.split(".")
+    place = document
+    for name in sections:
+        place = _section(place, name)
+    value = next((place[key] for key in place if key.lower() == leaf.lower()), None)
+    if value is None:
+        return None
+    if option.kind == "bool" and isinstance(value, bool):
+        return value
+    if option.kind == "text" and isinstance(value, str | int | float):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    if option.kind == "list" and isinstance(value, str):
+        return (value,)
+    kind = int if option.kind == "ints" else str
+    items = value if option.kind in ("list", "ints") and isinstance(value, list) else [None]
+    if all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
+        return tuple(items)
+    raise ConfigError(f"invalid {leaf} in the config file", seen=repr(value), wanted=_WANTED[option.kind])
+
+
+_WANTED = {"bool": "true or false", "text": "a string", "list": "a list of strings", "ints": "a list of numbers"}
+_OTHERS_KEYS = {"flags.gfd", "flags.usenodefeatureapi", "flags.plugin"}  # read by other programs of the same file
+
+
+def _unknown_keys(document: dict[str, Any], path: str) -> list[str]:
+    """The peer passes over a misspelt key in silence; we say it and go on, since its files must keep working."""
+    known = {option.key.lower() for option in OPTIONS} | _OTHERS_KEYS
+    known |= {"version", "flags", "imex", "resources", "resources.gpus", "resources.mig", "sharing"}
+    known |= {"sharing.timeslicing", "sharing.mps"}
+    seen = [str(key) for key in document]
+    for top in ("flags", "imex", "resources", "sharing"):
+        seen += [f"{top}.{key}" for key in _section(document, top)]
+    seen += [f"flags.plugin.{key}" for key in _section(_section(document, "flags"), "plugin")]
+    return [f"config file {path}: unknown key {key} ignored" for key in seen if key.lower() not in known]
+
+
+def _checked(config: Config) -> Config:
+    """Refuse what can't be used, in the peer's order and wording."""
+    for name in config.device_list_strategy or ("",):
+        if name not in STRATEGIES:
+            raise ConfigError(
+                "invalid --device-list-strategy option: invalid strategy", seen=name or "none given",
+                wanted=" or ".join(STRATEGIES),
+            )  # fmt: skip
+    _choice("invalid --device-id-strategy option", config.device_id_strategy, "uuid", "index")
+    _choice("invalid --shared-devices-allocation-policy option", config.allocation_policy,
+            "distributed", "packed", "spread")  # fmt: skip
+    if config.mps_active and config.mig_strategy == "mixed":
+        raise ConfigError("using --mig-strategy=mixed is not supported with MPS", remedy="choose one of the two")
+    if config.mps_active and not config.mps_root:
+        raise ConfigError("using MPS requires --mps-root to be specified")
+    _choice("invalid --device-discovery-strategy option", config.discovery, "auto", "nvml", "tegra")
+    _choice("unknown MIG strategy", config.mig_strategy, "none", "single", "mixed", "as-is")
+    if config.imex_channel_ids not in ((), (0,)):
+        raise ConfigError("invalid IMEX channel IDs: invalid IMEX config: channelIDs must be [] or [0]; found",
+                          seen=list(config.imex_channel_ids))  # fmt: skip
+    _choice("invalid --log-format option", config.log_format, "text", "json")
+    _choice("invalid --log-level option", config.log_level, "debug", "info", "warning", "error")
+    name = config.device_list_envvar
+    if not name or not name.isascii() or not name.replace("_", "a").isalnum() or name[0].isdigit():
+        raise ConfigError("invalid --device-list-envvar option", seen=repr(name), wanted="a variable's name")
+    return config
+
+
+def _choice(what: str, value: str, *choices: str) -> None:
+    if value not in choices:
+        raise ConfigError(what, seen=value, wanted=" or ".join(choices))

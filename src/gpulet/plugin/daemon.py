@@ -1,0 +1,179 @@
+"""The daemon: one generation of offers after another, each resource kept registered by its own agent.
+
+A generation is worked out whole (configuration, facts, CDI specs) before anything of the last one is touched; what
+can't be worked out leaves the last one in force. Agents of resources that stay keep their server and their streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from gpulet.errors import ConfigError, GpuletError, NodeError
+from gpulet.node.gpu import NodeFacts
+from gpulet.plugin.allocate import Surroundings
+from gpulet.plugin.config import Config
+from gpulet.plugin.kubelet import Agent
+from gpulet.plugin.resources import control_nodes, inventory
+from gpulet.plugin.server import Offer
+
+log = logging.getLogger(__name__)
+
+REFRESH_EVERY = 10.0  # seconds between looks at the node's GPUs and at the config file
+IMEX_NODE = "/dev/nvidia-caps-imex-channels/channel"
+
+Load = Callable[[], Config]
+Look = Callable[[Config], NodeFacts]
+Publish = Callable[[Config, NodeFacts, tuple[int, ...]], tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What is offered, by resource name, and what was left out and why."""
+
+    config: Config
+    facts: NodeFacts
+    offers: Mapping[str, Offer]
+    problems: tuple[str, ...] = field(default=())
+
+
+def imex_channels(config: Config) -> tuple[int, ...]:
+    """The configured channels that exist. Raises ConfigError where one is required and missing."""
+    found = []
+    for channel in config.imex_channel_ids:
+        if any(os.path.exists(root.rstrip("/") + f"{IMEX_NODE}{channel}") for root in (config.lookup_dev_root, "/")):
+            found.append(channel)
+        elif config.imex_required:
+            raise ConfigError(f"requested IMEX channel channel{channel} does not exist", seen=f"{IMEX_NODE}{channel}",
+                              remedy="load nvidia-caps-imex-channels, or turn imex.required off")  # fmt: skip
+        else:
+            log.warning("IMEX channel %d does not exist: not offered", channel)
+    return tuple(found)
+
+
+def generation(config: Config, facts: NodeFacts, publish: Publish) -> Generation:
+    """One generation, worked out; writes the CDI specs where a strategy needs them. Raises GpuletError."""
+    offered = inventory(facts, config)
+    imex = imex_channels(config)
+    classes = publish(config, facts, imex) if config.cdi else ()
+    surroundings = Surroundings(control_nodes(config.lookup_dev_root), imex, classes)
+    offers = {resource.name: Offer(resource, config, surroundings) for resource in offered.resources}
+    return Generation(config, facts, offers, offered.problems)
+
+
+class Daemon:
+    """Runs until `stop` is set. load: reads the configuration anew; look: asks the node; publish: writes CDI specs and
+    returns the optional classes that have something in them."""
+
+    def __init__(self, load: Load, look: Look, publish: Publish, refresh_every: float = REFRESH_EVERY) -> None:
+        self.stop = asyncio.Event()
+        self.generation: Generation | None = None
+        self.agents: dict[str, Agent] = {}
+        self._load, self._look, self._publish = load, look, publish
+        self._refresh_every = refresh_every
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._reload = asyncio.Event()
+        self._file: tuple[int, int] | None = None
+
+    def reload(self) -> None:
+        """Read the configuration again soon (SIGHUP)."""
+        self._reload.set()
+
+    async def run(self, config: Config) -> None:
+        """Offer this configuration's resources, then follow changes. Raises GpuletError for a first generation that
+        can't be worked out (NVML's failures only with fail_on_init_error)."""
+        self._file = _signature(config)
+        try:
+            await self._first(config)
+            while not self.stop.is_set():
+                await self._wait()
+                if not self.stop.is_set():
+                    config = await self._follow(config)
+        finally:
+            for name in list(self._tasks):
+                await self._end(name)
+
+    async def _first(self, config: Config) -> None:
+        try:
+            await self._adopt(generation(config, self._look(config), self._publish))
+        except NodeError as error:
+            if config.fail_on_init_error:
+                raise
+            log.warning("%s; waiting for it, since fail-on-init-error is off", error)
+
+    async def _wait(self) -> None:
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.stop, self._reload)]
+        await asyncio.wait(waits, timeout=self._refresh_every, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _follow(self, config: Config) -> Config:
+        """Take over what changed in the configuration or on the node; on any failure keep what is in force."""
+        if self._reload.is_set() or _signature(config) != self._file:
+            self._reload.clear()
+            self._file = _signature(config)
+            try:
+                config = self._load()
+            except GpuletError as error:
+                log.error("new configuration refused, the last one stays: %s", error)
+        try:
+            facts = await asyncio.to_thread(self._look, config)
+            current = self.generation
+            if current is None or facts != current.facts or config != current.config:
+                await self._adopt(generation(config, facts, self._publish))
+        except GpuletError as error:
+            log.error("the last generation stays: %s", error)
+            return self.generation.config if self.generation else config
+        return config
+
+    async def _adopt(self, new: Generation) -> None:
+        for problem in new.problems:
+            log.warning("not offered: %s", problem)
+        moved = self.generation is not None and _place(self.generation.config) != _place(new.config)
+        for name in list(self._tasks):
+            if moved or name not in new.offers:
+                await self._end(name)
+        for name, offer in new.offers.items():
+            if name in self.agents:
+                await self.agents[name].offer(offer)
+            else:
+                self._begin(name, offer)
+        if not new.offers:
+            log.warning("No devices found. Waiting for some.")
+        self.generation = new
+
+    def _begin(self, name: str, offer: Offer) -> None:
+        agent = Agent(offer.config.kubelet_socket_dir, offer.config.kubelet_socket, offer)
+        self.agents[name] = agent
+        task = asyncio.get_running_loop().create_task(agent.run(), name=name)
+        task.add_done_callback(self._ended)
+        self._tasks[name] = task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """An agent ends only when told to: anything else is a bug, and a daemon that hides it would be worse."""
+        if not task.cancelled() and (error := task.exception()):
+            log.critical("the agent of %s failed: ending", task.get_name(), exc_info=error)
+            self.stop.set()
+
+    async def _end(self, name: str) -> None:
+        self.agents.pop(name, None)
+        task = self._tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _place(config: Config) -> tuple[str, str]:
+    return config.kubelet_socket_dir, config.kubelet_socket
+
+
+def _signature(config: Config) -> tuple[int, int] | None:
+    """Which version of the config file is there now; follows the config-manager's symbolic link."""
+    try:
+        info = os.stat(config.config_file)
+    except OSError:
+        return None
+    return info.st_ino, info.st_mtime_ns

@@ -1,0 +1,179 @@
+"""Sharing: what the YAML file says of replicas and names, and the replicas made of a resource's devices.
+
+A replica's id is `<device id>::<n>`. Time-slicing configures nothing on the GPU; MPS adds environment and mounts to
+Allocate's answers (allocate.py). The schema is the peer's; unlike it, `rename` and `devices` are honoured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpulet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpulet.plugin.resources import Device
+
+PREFIX = "nvidia.com/"
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_UUID = r"[0-9a-fA-F]{8}-([0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
+_DEVICE = re.compile(rf"[0-9]+(:[0-9]+)?|GPU-{_UUID}|MIG-{_UUID}|MIG-GPU-{_UUID}/[0-9]+/[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A resource's name for the GPUs (or MIG profiles) whose name matches; `*` matches any run of characters."""
+
+    pattern: str
+    name: str
+
+    def matches(self, text: str) -> bool:
+        """Whether the whole of `text` matches."""
+        return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One entry of sharing.*.resources. devices: "all", a count, or GPU indices, MIG indices and UUIDs as text."""
+
+    name: str
+    replicas: int
+    rename: str = ""
+    devices: str | int | tuple[str, ...] = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """sharing.timeSlicing or sharing.mps."""
+
+    resources: tuple[Shared, ...]
+    fail_above_one: bool = False
+
+    @property
+    def active(self) -> bool:
+        """Whether any resource is replicated."""
+        return any(item.replicas > 1 for item in self.resources)
+
+
+def resource_name(text: str) -> str:
+    """A resource's full name, `nvidia.com/` put before it where missing. Raises ConfigError."""
+    full = text if text.startswith(PREFIX) else PREFIX + text
+    if len(full) > 63:
+        raise ConfigError("fully-qualified resource name must be 63 characters or less", seen=full)
+    if not _SUBDOMAIN.fullmatch(full.removeprefix(PREFIX)):
+        raise ConfigError("incorrect format for resource name", seen=repr(text), wanted="a lower-case DNS subdomain")
+    return full
+
+
+def read_patterns(value: Any, where: str) -> tuple[Pattern, ...]:
+    """resources.gpus or resources.mig: a list of {pattern, name}. Raises ConfigError."""
+    patterns = []
+    for entry in _list(value or [], where):
+        for key in ("pattern", "name"):
+            if not isinstance(entry, dict) or not entry.get(key):
+                raise ConfigError(f"resources must have a '{key}' field set", seen=repr(entry), remedy=f"see {where}")
+        patterns.append(Pattern(str(entry["pattern"]), resource_name(str(entry["name"]))))
+    return tuple(patterns)
+
+
+def read_sharing(value: Any, where: str, *, fail_above_one: bool) -> Sharing:
+    """A sharing section. Raises ConfigError naming the key."""
+    entries = value.get("resources") if isinstance(value, dict) else None
+    if not entries:
+        raise ConfigError(f"{where}: no resources specified", wanted="a list of {name, replicas}")
+    rename = value.get("renameByDefault", False)
+    fail = value.get("failRequestsGreaterThanOne")
+    for key, flag in (("renameByDefault", rename), ("failRequestsGreaterThanOne", fail)):
+        if not isinstance(flag, bool | None):
+            raise ConfigError(f"{where}.{key}", seen=repr(flag), wanted="true or false")
+    items = tuple(
+        _shared(entry, f"{where}.resources[{number}]", bool(rename))
+        for number, entry in enumerate(_list(entries, f"{where}.resources"))
+    )
+    twice = {item.name for item in items if [other.name for other in items].count(item.name) > 1}
+    if twice:
+        raise ConfigError(f"{where}.resources names a resource twice", seen=", ".join(sorted(twice)))
+    return Sharing(items, fail_above_one if fail is None else fail)
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigError(where, seen=repr(value), wanted="a list")
+    return value
+
+
+def _shared(entry: Any, where: str, rename_by_default: bool) -> Shared:
+    if not isinstance(entry, dict) or not entry.get("name"):
+        raise ConfigError(f"{where}: no resource name specified")
+    name = resource_name(str(entry["name"]))
+    devices = _devices(entry.get("devices", "all"), where)
+    if entry.get("replicas") is None:
+        raise ConfigError(f"{where}: no replicas specified")
+    replicas = entry["replicas"]
+    if isinstance(replicas, float) and replicas.is_integer():
+        replicas = int(replicas)
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 2:
+        raise ConfigError(f"{where}: number of replicas must be >= 2", seen=repr(entry["replicas"]))
+    rename = entry.get("rename") or (f"{name}.shared" if rename_by_default else "")
+    return Shared(name, replicas, resource_name(str(rename)) if rename else "", devices)
+
+
+def _devices(value: Any, where: str) -> str | int | tuple[str, ...]:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, str):
+        if value != "all":
+            raise ConfigError(f"{where}: devices set as '{value}' but the only valid string input is 'all'")
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value <= 0:
+            raise ConfigError(f"{where}: devices set as '{value}' but a count of devices must be > 0")
+        return value
+    if not isinstance(value, list):
+        raise ConfigError(f"{where}: unrecognized type for devices spec", seen=repr(value))
+    refs = tuple(str(item) for item in value)
+    for item, ref in zip(value, refs, strict=True):
+        if isinstance(item, bool) or not _DEVICE.fullmatch(ref):
+            raise ConfigError(f"{where}: unsupported device in devices list", seen=repr(item),
+                              wanted="an index, a MIG index (gpu:slot) or a UUID")  # fmt: skip
+    return refs
+
+
+def replicate(resources: dict[str, list[Device]], sharing: Sharing) -> dict[str, list[Device]]:
+    """The resources with the named ones' devices replaced by replicas. A name that isn't there is passed over."""
+    result = {name: list(devices) for name, devices in resources.items()}
+    for item in sharing.resources:
+        if item.name not in result:
+            continue
+        devices = result.pop(item.name)
+        chosen = {device.id for device in _chosen(devices, item)}
+        kept = [device for device in devices if device.id not in chosen]
+        copies = [
+            device.replica(number, item.replicas)
+            for device in devices
+            if device.id in chosen
+            for number in range(item.replicas)
+        ]
+        for name, share in ((item.name, kept), (item.rename or item.name, copies)):
+            if share:
+                result.setdefault(name, []).extend(share)
+    return result
+
+
+def _chosen(devices: list[Device], item: Shared) -> Iterable[Device]:
+    if item.devices == "all":
+        return devices
+    if isinstance(item.devices, int):
+        if item.devices > len(devices):
+            raise ConfigError(f"requested {item.devices} devices to be replicated, but only {len(devices)} devices "
+                              "available", remedy=f"correct sharing of {item.name}")  # fmt: skip
+        return devices[: item.devices]
+    known = {key: device for device in devices for key in (device.id, device.index)}
+    for ref in item.devices:
+        if ref not in known:
+            raise ConfigError(f"sharing of {item.name}: no matching device", seen=ref,
+                              wanted="an index or UUID on this node")  # fmt: skip
+    return [known[ref] for ref in item.devices]
