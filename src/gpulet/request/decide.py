@@ -108,7 +108,7 @@ def _after_policy(
     if policy.believed(container, settings):
         if settings.policy_grants != "env":
             pod = f"{container.pod_namespace}/{container.pod_name}"
-            trace.note("policy", "kubelet", where, f"{pod} is trusted ({settings.where("policy_trusted")})")
+            trace.note("policy", "kubelet", where, f"{pod} is trusted ({settings.where('policy_trusted')})")
         else:
             trace.note("policy", "env", where, "the container's word counts" if wish.source else "nothing to grant")
         return wish, what
@@ -179,7 +179,7 @@ def _mig(container: Container, trace: Trace, *, strict: bool) -> tuple[str, str]
     return values[0], values[1]
 
 
-def cuda_value(request: Request, container: Container) -> str | None:
+def cuda_value(request: Request) -> str | None:
     """What CUDA_VISIBLE_DEVICES is to be inside the container; None: not to be set at all.
 
     The CUDA library reads it too, where an index counts the visible GPUs only: UUIDs stay, anything else becomes

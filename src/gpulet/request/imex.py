@@ -25,9 +25,9 @@ def channels(container: Container, settings: Settings, trace: Trace) -> tuple[st
     value = container.variable(VARIABLE)
     items = [part for part in map(str.strip, (value or "").split(",")) if part]
     where = container.position(VARIABLE)
-    if not items or "void" in items:
+    if not items or "void" in items or "none" in items:
         return ()
-    if "all" in items or "none" in items:
+    if "all" in items:
         trace.warn("IMEX channels", value, where, "ignored: channels are asked for by number")
         return ()
     if not (container.privileged or settings.accept_envvar_unprivileged):

@@ -1,0 +1,212 @@
+"""What the runtime does to one bundle, worked out before anything is touched: the new config.json and the work in the
+container's root file system. `gpulet explain` prints what this makes.
+
+    legacy           a prestart hook that calls the container CLI on the live container
+    cdi              the edits of CDI specifications in the spec folders
+    jit-cdi (auto)   the Injection that build.py makes from this node's facts
+
+In the CDI modes the hooks that engines took from CDI specifications are taken over: their work is done beneath the root
+before the container exists, and they are not run.
+"""
+
+from __future__ import annotations
+
+import os
+
+from gpulet.errors import CdiError, ConfigError, RequestError
+from gpulet.injection import oci
+from gpulet.injection.model import Hook, Injection, Mount, RootfsWork
+from gpulet.launch import programs
+from gpulet.request.decide import Decision, cuda_value, speaks_cuda
+from gpulet.request.devices import is_qualified
+from gpulet.settings import CUDA_VISIBLE_DEVICES, DEFAULT_PATH, Settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from gpulet.node.gpu import NodeFacts
+    from gpulet.request.bundle import Container
+    from gpulet.request.model import Request
+
+ORIGINAL = "GPULET_VISIBLE_DEVICES"  # in the hook's environment: the variable's value before it was rewritten
+AUTOMATIC = "runtime.nvidia.com/gpu="  # CDI names that mean: as the runtime finds the device itself
+PRESTART_HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit", "gpulet-hook")
+
+
+class Plan:
+    """config: the new config.json; injection: what was put in; work: what is to be done beneath the root; mounts:
+    those that bring libraries, for the loader's cache."""
+
+    def __init__(
+        self, config: dict[str, Any], injection: Injection, work: RootfsWork, mounts: tuple[Mount, ...] = ()
+    ) -> None:
+        self.config = config
+        self.injection = injection
+        self.work = work
+        self.mounts = mounts
+
+
+def original(config: dict[str, Any], container: Container) -> Container:
+    """The container as it was before an earlier run of ours rewrote CUDA_VISIBLE_DEVICES for the hook's sake."""
+    for hook in oci.hooks_of(config) if config.get("hooks") else ():
+        if hook.stage == "prestart" and _is_ours(hook.path):
+            for entry in hook.env:
+                name, _, value = entry.partition("=")
+                if name == ORIGINAL:
+                    return container.with_variable(CUDA_VISIBLE_DEVICES, value)
+    return container
+
+
+def make(config: dict[str, Any], container: Container, decision: Decision, settings: Settings) -> Plan:
+    """Works out the plan for a decision. Raises CdiError, NodeError, RequestError, ConfigError."""
+    if decision.mode == "legacy":
+        return _legacy(config, container, decision.request, settings)
+    if decision.mode == "csv":
+        raise ConfigError("mode csv (Tegra) isn't built yet", seen="mode = csv", wanted="auto, cdi, jit-cdi or legacy")
+    return _direct(config, container, decision, settings)
+
+
+def _legacy(config: dict[str, Any], container: Container, request: Request, settings: Settings) -> Plan:
+    present = any(hook.stage == "prestart" and _is_ours(hook.path) for hook in oci.hooks_of(config))
+    if not request or present:
+        return Plan(config, Injection(), RootfsWork())
+    path = programs.hook(settings.hook_path)
+    env = [f"PATH={':'.join(programs.search_path())}"]  # never empty: runc would hand the container's to the hook
+    if settings.source and settings.source != DEFAULT_PATH:
+        env.append(f"GPULET_CONFIG={settings.source}")
+    pairs = _cuda_env(request, container, settings)
+    if pairs is not None:
+        env.append(f"{ORIGINAL}={container.variable(CUDA_VISIBLE_DEVICES)}")
+        config = _with_cuda(config, pairs)
+    hook = Hook("prestart", path, (os.path.basename(path), "prestart"), tuple(env))
+    return Plan(oci.add_hook(config, hook), Injection(hooks=(hook,)), RootfsWork())
+
+
+def _direct(config: dict[str, Any], container: Container, decision: Decision, settings: Settings) -> Plan:
+    request = decision.request
+    injection = Injection()
+    if request:
+        injection = _injection(request, decision.mode, settings)
+        config = oci.apply(config, injection)
+        config = _with_cuda(config, _cuda_env(request, container, settings))
+    if not config.get("hooks"):
+        return Plan(config, injection, injection.rootfs, _libraries(config, injection, injection.rootfs))
+    from gpulet.injection import cdi
+
+    hooks = [hook for hook in oci.hooks_of(config) if not (hook.stage == "prestart" and _is_ours(hook.path))]
+    taken, remaining = cdi.take_over(tuple(hooks))
+    work = _merged(injection.rootfs, taken)
+    return Plan(oci.keep_hooks(config, tuple(remaining)), injection, work, _libraries(config, injection, work))
+
+
+def _injection(request: Request, mode: str, settings: Settings) -> Injection:
+    names = cdi_names(request, mode, settings)
+    if names:
+        _check_requirements(request, settings, None)
+        return _resolve(names, settings)
+    plain = tuple(device.removeprefix(AUTOMATIC) for device in request.devices)
+    return _from_node(request.replace(devices=plain), settings)
+
+
+def cdi_names(request: Request, mode: str, settings: Settings) -> tuple[str, ...]:
+    """The CDI names that a request stands for; () where this node is to be asked. Raises RequestError for a mixture."""
+    automatic = [device for device in request.devices if device.startswith(AUTOMATIC)]
+    qualified = [device for device in request.devices if is_qualified(device)]
+    if automatic and len(automatic) < len(request.devices):
+        _mixed(automatic[0], request)
+    if automatic:
+        return ()
+    if mode == "cdi":
+        devices = request.devices or ("none",)
+        return tuple(d if is_qualified(d) else f"{settings.cdi_default_kind}={d}" for d in devices)
+    if qualified:
+        _mixed(next(device for device in request.devices if not is_qualified(device)), request)
+    return ()
+
+
+def _mixed(device: str, request: Request) -> None:
+    raise RequestError(
+        "devices by CDI name and by plain id can't be mixed",
+        seen=",".join(request.devices),
+        wanted="all of one kind",
+        remedy=f"correct {device}",
+    )
+
+
+def _resolve(names: tuple[str, ...], settings: Settings) -> Injection:
+    from gpulet.injection.cdi import Registry
+
+    return Registry(settings.cdi_spec_dirs).resolve(names)
+
+
+def _from_node(request: Request, settings: Settings) -> Injection:
+    from gpulet.injection import build
+    from gpulet.node import driver, procfs
+
+    root = settings.driver_root()
+    facts = procfs.facts(root)
+    if procfs.needs_nvml(facts, request.devices):
+        # the specification that the plugin or `gpulet cdi generate` wrote knows MIG devices too, and costs no NVML
+        try:
+            return _resolve(tuple(f"{settings.cdi_default_kind}={device}" for device in request.devices), settings)
+        except CdiError:
+            from gpulet.node import nvml
+
+            facts = nvml.facts(root)
+    _check_requirements(request, settings, facts)
+    files = driver.find(root, version=facts.driver, ldcache=settings.cli_ldcache)
+    injection = build.build(facts, files, request)
+    return injection.replace(gids=()) if settings.no_device_gids else injection
+
+
+def _check_requirements(request: Request, settings: Settings, facts: NodeFacts | None) -> None:
+    if not request.requirements:
+        return
+    from gpulet.errors import NodeError
+    from gpulet.node import procfs
+    from gpulet.request import requirements
+
+    if facts is None:
+        try:
+            facts = procfs.facts(settings.driver_root())
+        except NodeError:
+            return  # a specification may be for devices of which this node's /proc tells nothing
+    known = {"cuda": facts.cuda or None, "driver": facts.driver or None}
+    subjects = [requirements.Subject(arch=g.arch or None, brand=g.brand or None, **known) for g in facts.gpus]
+    requirements.check(request.requirements, subjects or [requirements.Subject(**known)])
+
+
+def _cuda_env(request: Request, container: Container, settings: Settings) -> tuple[tuple[str, str | None], ...] | None:
+    """What becomes of CUDA_VISIBLE_DEVICES: a new value, None to take it away; no pair where it isn't ours."""
+    if not speaks_cuda(settings, container):
+        return None
+    return ((CUDA_VISIBLE_DEVICES, cuda_value(request)),)
+
+
+def _with_cuda(config: dict[str, Any], pairs: tuple[tuple[str, str | None], ...] | None) -> dict[str, Any]:
+    for name, value in pairs or ():
+        config = oci.unset_env(config, name) if value is None else oci.set_env(config, ((name, value),))
+    return config
+
+
+def _merged(first: RootfsWork, second: RootfsWork) -> RootfsWork:
+    from gpulet.injection.build import merge
+
+    return merge([Injection(rootfs=first), Injection(rootfs=second)]).rootfs
+
+
+def _libraries(config: dict[str, Any], injection: Injection, work: RootfsWork) -> tuple[Mount, ...]:
+    """The mounts that bring libraries into the folders of the loader's cache: the injection's, and those that an engine
+    has put into config.json already."""
+    known = {mount.path: mount for mount in injection.mounts if mount.kind in ("library", "library32")}
+    for entry in config.get("mounts") or [] if work.folders else []:
+        path = str(entry.get("destination") or "")
+        folder, _, name = path.rpartition("/")
+        if path not in known and folder in work.folders and ".so" in name:
+            known[path] = Mount(str(entry.get("source") or ""), path, kind="library")
+    return tuple(known.values())
+
+
+def _is_ours(path: str) -> bool:
+    return os.path.basename(path) in PRESTART_HOOKS

@@ -1,0 +1,97 @@
+"""Where other programs are: the low-level runtime, the hook, the container CLI, gpulet's own beside the caller."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from gpulet.errors import EngineError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# searched after PATH, since engines may start us with a short one
+DEFAULT_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+
+
+def search_path(first: Sequence[str] = ()) -> tuple[str, ...]:
+    """The folders to look for programs in: `first`, PATH, the usual ones; each once."""
+    listed = [folder for folder in os.environ.get("PATH", "").split(":") if folder]
+    return tuple(dict.fromkeys([*first, *listed, *DEFAULT_PATH]))
+
+
+def is_program(path: str) -> bool:
+    """Whether a path is a file that may be executed by somebody."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return mode & 0o170000 == 0o100000 and bool(mode & 0o111)
+
+
+def find(name: str, first: Sequence[str] = ()) -> str | None:
+    """A program's absolute path: as it stands where it has a slash, else the first in the search path."""
+    if "/" in name:
+        return os.path.abspath(name) if is_program(name) else None
+    return next((path for folder in search_path(first) if is_program(path := os.path.join(folder, name))), None)
+
+
+def low_level_runtime(candidates: Sequence[str]) -> str:
+    """The first of the configured runtimes that is there and isn't this very program. Raises EngineError."""
+    ourselves = _identity(sys.argv[0])
+    for name in candidates:
+        path = find(name)
+        if path and (ourselves is None or _identity(path) != ourselves):
+            return path
+    tried = ", ".join(candidates) or "(none configured)"
+    raise EngineError(
+        "no low-level runtime",
+        seen=f"tried {tried} in {':'.join(search_path())}",
+        remedy="install runc or crun, or correct nvidia-container-runtime.runtimes in config.toml",
+    )
+
+
+def hook(configured: str) -> str:
+    """The prestart hook's path: as configured where absolute; else found; else ours; else the peer's usual place."""
+    return _resolved(configured, "nvidia-container-runtime-hook", "gpulet-hook")
+
+
+def cdi_hook() -> str:
+    """The path of our program for CDI hooks, "" where it isn't installed."""
+    return find("gpulet-cdi-hook", _beside()) or ""
+
+
+def container_cli(configured: str, root: str) -> str:
+    """The container CLI: as configured; else beside this program or in the search path, the driver root's first."""
+    if configured:
+        return configured
+    inside = [os.path.join(root, folder.lstrip("/")) for folder in search_path()] if root not in ("", "/") else []
+    path = find("gpulet-container-cli", _beside()) or find("nvidia-container-cli", inside)
+    if path is None:
+        raise EngineError(
+            "couldn't find binary nvidia-container-cli in PATH",
+            seen=":".join(search_path(inside)),
+            wanted="gpulet-container-cli or nvidia-container-cli",
+            remedy="install it, or set nvidia-container-cli.path in config.toml",
+        )
+    return path
+
+
+def _resolved(configured: str, usual: str, ours: str) -> str:
+    if configured.startswith("/"):
+        return configured
+    return find(configured or usual) or find(ours, _beside()) or f"/usr/bin/{usual}"
+
+
+def _beside() -> tuple[str, ...]:
+    """The folder of the running program, where it was called by its path."""
+    return (os.path.dirname(os.path.abspath(sys.argv[0])),) if "/" in sys.argv[0] else ()
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino

@@ -1,0 +1,116 @@
+"""gpulet-runtime: stands between an engine and the low-level runtime; `create` gets its GPUs, all else goes through.
+
+For `create`: read config.json, decide, work out the plan, do the work beneath the root file system, write config.json,
+and become the low-level runtime with the very arguments and environment that the engine gave. Whatever fails leaves
+config.json as it was and starts nothing. The peer's program of the same part is nvidia-container-runtime.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from gpulet import settings as settings_file
+from gpulet.errors import ConfigError, GpuletError
+from gpulet.launch import call as calls
+from gpulet.launch.log import Log
+from gpulet.settings import Settings
+from gpulet.version import __version__
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpulet.request.decide import Decision
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns only where it fails. argv: without the program's name."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    call = calls.Call()
+    settings = Settings()
+    try:
+        call = calls.read(arguments)
+        settings = _settings(call)
+        from gpulet.launch import programs
+
+        low_level = programs.low_level_runtime(settings.runtimes)
+        if call.version:
+            print(f"gpulet runtime version {__version__}\nspec: 1.3.0\n")
+            sys.stdout.flush()
+        if call.command == "create":
+            create(call, settings)
+    except GpuletError as error:
+        _log(call, settings).error(str(error))
+        return error.exit_code
+    except Exception as error:  # a bug of ours: the engine must show it, not lose it
+        import traceback
+
+        log = _log(call, settings)
+        log.write("debug", traceback.format_exc())
+        log.error(f"internal error: {type(error).__name__}: {error}; please report it")
+        return 1
+    try:
+        os.execv(low_level, [low_level, *arguments])
+    except OSError as error:
+        _log(call, settings).error(f"could not exec '{low_level}': {error.strerror}")
+        return 1
+
+
+def create(call: calls.Call, settings: Settings) -> None:
+    """Prepares the bundle for its container. Raises GpuletError, and then config.json is as it was."""
+    from gpulet.request import bundle, decide, policy
+
+    path = call.config_path()
+    config = bundle.read_config(path)
+    container = bundle.Container.from_config(config, os.path.dirname(path))
+    if container.type == "sandbox":
+        return
+    from gpulet.launch import plan as plans
+
+    container = plans.original(config, container)
+    asks_kubelet = decide.needs_ledger(container, settings)
+    ledger = policy.read_ledger(settings.policy_checkpoint) if asks_kubelet else None
+    decision = decide.decide(container, settings, ledger)
+    plan = plans.make(config, container, decision, settings)
+    if not plan.work.empty():
+        from gpulet.injection import rootfs
+
+        rootfs.prepare(container.root, plan.work, plan.mounts)
+    if plan.config != config:
+        bundle.write_config(path, plan.config)
+    _tell(_log(call, settings), decision, container.name)
+
+
+def _settings(call: calls.Call) -> Settings:
+    """The settings; for anything but `create` a broken file doesn't count, so that containers can still be stopped."""
+    try:
+        settings = settings_file.load()
+    except ConfigError:
+        if call.command == "create":
+            raise
+        return Settings()
+    for flavour in ("cdi", "legacy"):
+        if os.path.basename(sys.argv[0]).endswith(f"runtime.{flavour}"):
+            return settings.replace(mode=flavour)
+    return settings
+
+
+def _log(call: calls.Call, settings: Settings) -> Log:
+    sinks = () if call.version else (settings.debug, call.log)
+    return Log(sinks, "debug" if call.debug else settings.log_level, call.log_format)
+
+
+def _tell(log: Log, decision: Decision, name: str) -> None:
+    """One line for a container that got something, one for each thing that may surprise; else nothing."""
+    for rule in decision.trace:
+        if rule.level == "warning":
+            log.write("warning", f"{rule.name}: {rule.outcome}", input=rule.input, where=rule.where)
+    request = decision.request
+    if request:
+        devices = ",".join(request.devices) or "none"
+        log.write("info", "GPUs for a container", container=name, source=request.source, devices=devices)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
