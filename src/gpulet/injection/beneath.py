@@ -1,0 +1,303 @@
+"""Reading and changing files beneath a container's root and nowhere else, with a journal that undoes the changes.
+
+The root belongs to an image, so every link in it may lead anywhere and every folder may be swapped while we work.
+Hence no path is resolved by the host's rules and none twice: a folder's path becomes a descriptor by one openat2 in
+root, and the last name is then used relative to that descriptor and never followed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from gpulet import linux
+from gpulet.errors import StepFailed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Self
+
+LIMIT = 16 << 20  # bytes; nothing that we read whole from an image has a reason to be larger
+ENOENT, EEXIST, ENOTDIR, EISDIR, EINVAL, EROFS, ELOOP = 2, 17, 20, 21, 22, 30, 40
+_REMEDY = {EROFS: "the root file system is read-only: prepare it before it becomes so, or mount what is missing"}
+
+
+def failed(step: str, target: str, error: OSError) -> StepFailed:
+    """The error of a step, from the kernel's answer."""
+    number = error.errno or 0
+    return StepFailed(step, target, number, error.strerror or str(error), _REMEDY.get(number, ""))
+
+
+class Root:
+    """A container's root file system, held by descriptor.
+
+    What is made belongs to the root folder's own owner, which is the container's root where user identities are
+    shifted. `done` lists in words what was changed; leaving a `with` block by an error takes all of it back.
+    """
+
+    def __init__(self, path: str, fd: int = -1) -> None:
+        """path: the root's folder; fd: a descriptor of it where the caller has one, which is taken over."""
+        try:
+            self.fd = fd if fd >= 0 else os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise failed("open root file system", path, error) from error
+        own = os.fstat(self.fd)
+        self.owner = (own.st_uid, own.st_gid)
+        self.done: list[str] = []
+        self._folders: dict[str, int] = {"/": self.fd}
+        self._spare: list[int] = []  # no longer looked up, yet needed to undo
+        self._inverse: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            self.undo()
+        self.close()
+
+    def close(self) -> None:
+        """Gives back every descriptor; afterwards nothing can be undone."""
+        for fd in (*self._folders.values(), *self._spare):
+            os.close(fd)
+        self._folders, self._spare, self._inverse = {}, [], []
+
+    def record(self, what: str, inverse: Callable[[], None]) -> None:
+        """Notes one change (in words; "" for a by-product) and how it is taken back."""
+        if what:
+            self.done.append(what)
+        self._inverse.append(inverse)
+
+    def undo(self) -> None:
+        """Takes every change back, last first, as far as it goes: a failure here must not hide the one before."""
+        while self._inverse:
+            try:
+                self._inverse.pop()()
+            except OSError:
+                pass
+        self.done.clear()
+
+    def forget(self, path: str) -> None:
+        """Looks a folder, and those below, up anew next time: something was mounted over it."""
+        for key in [key for key in self._folders if key != "/" and f"{key}/".startswith(f"{path}/")]:
+            self._spare.append(self._folders.pop(key))
+
+    # -- looking
+
+    def open(self, path: str, flags: int) -> int:
+        """A descriptor for path in root. Raises OSError."""
+        return linux.open_in_root(self.fd, path, flags | os.O_CLOEXEC)
+
+    def exists(self, path: str) -> bool:
+        """Whether path leads to something."""
+        try:
+            os.close(self.open(path, os.O_PATH))
+        except OSError:
+            return False
+        return True
+
+    def open_file(self, path: str, follow: bool = True) -> int | None:
+        """A descriptor to read a regular file, None where there is none: an image's devices and pipes stay unopened."""
+        extra = 0 if follow else os.O_NOFOLLOW
+        try:
+            seen = self.open(path, os.O_PATH | extra)
+            kind = os.fstat(seen).st_mode
+            os.close(seen)
+            if not stat.S_ISREG(kind):
+                return None
+            fd = self.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | extra)
+        except OSError as error:
+            if error.errno in (ENOENT, ENOTDIR, ELOOP):
+                return None
+            raise failed("read", path, error) from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # swapped in between
+            os.close(fd)
+            return None
+        return fd
+
+    def read(self, path: str) -> bytes | None:
+        """The content of a regular file, None where there is none."""
+        fd = self.open_file(path)
+        if fd is None:
+            return None
+        with open(fd, "rb") as file:
+            data = file.read(LIMIT + 1)
+        if len(data) > LIMIT:
+            raise StepFailed("read", path, reason=f"more than {LIMIT} bytes")
+        return data
+
+    def names(self, path: str) -> list[str]:
+        """The names in a folder, sorted; none where it isn't there."""
+        try:
+            fd = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            if error.errno in (ENOENT, ENOTDIR, ELOOP):
+                return []
+            raise failed("list", path, error) from error
+        try:
+            return sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
+
+    # -- changing
+
+    def folder(self, path: str) -> int:
+        """The descriptor of a folder, made (0755) with its parents where missing; stays open until close()."""
+        key = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
+        if key not in self._folders:
+            self._folders[key] = self._open_or_make(key, 0)
+        return self._folders[key]
+
+    def _open_or_make(self, path: str, links: int) -> int:
+        try:
+            return self.open(path, os.O_PATH | os.O_DIRECTORY)
+        except OSError as error:
+            if error.errno != ENOENT or links > linux.MAX_LINKS:
+                raise failed("open folder", path, error) from error
+        head, _, name = path.rpartition("/")
+        parent = self.folder(head)
+        text = _link_text(parent, name)
+        if text is not None:  # a link to what isn't there, such as /var/run in a bare image: make what it names
+            return self._open_or_make(text if text.startswith("/") else f"{head}/{text}", links + 1)
+        try:
+            os.mkdir(name, 0o755, dir_fd=parent)
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+            self._own(fd, 0o755)
+        except OSError as error:
+            raise failed("make folder", path, error) from error
+        self.record("", lambda: os.rmdir(name, dir_fd=parent))
+        return fd
+
+    def _own(self, fd: int, mode: int) -> None:
+        os.fchmod(fd, mode)  # whatever the umask was
+        if self.owner != (os.geteuid(), os.getegid()):
+            os.fchown(fd, *self.owner)
+
+    def split(self, path: str) -> tuple[int, str]:
+        """The descriptor of path's folder, made where missing, and the last name."""
+        head, _, name = path.rstrip("/").rpartition("/")
+        if name in ("", ".", ".."):
+            raise StepFailed("use", path, reason="the path has no last name")
+        return self.folder(head), name
+
+    def symlink(self, target: str, path: str, replace_file: bool = True) -> bool:
+        """Puts a link with the text target at path, in one moment, in place of a link or file there.
+
+        Answers whether anything changed: not where the same link is there already, nor where a file is and
+        replace_file is false.
+        """
+        parent, name = self.split(path)
+        before = self._before(parent, name)
+        if _link_text(parent, name) == target or (before == "file" and not replace_file):
+            return False
+        restore = self._restorer(parent, name, before)
+        self._swap_in(parent, name, path, lambda aside: self._make_link(parent, aside, target))
+        self.record(f"link {path} -> {target}", restore)
+        return True
+
+    def write(self, path: str, data: bytes, mode: int = 0o644) -> bool:
+        """Puts a file at path, in one moment. Answers whether anything changed."""
+        parent, name = self.split(path)
+        before = self._before(parent, name)
+        if before == "file" and _content(parent, name) == data:
+            return False
+        restore = self._restorer(parent, name, before)
+        self._swap_in(parent, name, path, lambda aside: self._make_file(parent, aside, data, mode))
+        self.record(f"write {path}", restore)
+        return True
+
+    def place(self, path: str, directory: bool) -> int:
+        """A descriptor of the file or folder that a mount shall cover, made empty where missing. The caller closes it.
+
+        A link is followed in root, as the low-level runtimes do.
+        """
+        if directory:
+            return os.dup(self.folder(path))
+        for _ in range(linux.MAX_LINKS):
+            parent, name = self.split(path)
+            text = _link_text(parent, name)
+            if text is None:
+                return self._open_or_create(parent, name, path)
+            path = text if text.startswith("/") else f"{path.rstrip('/').rpartition('/')[0]}/{text}"
+        raise StepFailed("open", path, ELOOP, os.strerror(ELOOP))
+
+    def _open_or_create(self, parent: int, name: str, path: str) -> int:
+        try:
+            fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644, dir_fd=parent)
+            self._own(fd, 0o644)
+            os.close(fd)
+            self.record("", lambda: os.unlink(name, dir_fd=parent))
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise failed("make", path, error) from error
+        try:
+            fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        except OSError as error:
+            raise failed("open", path, error) from error
+        kind = os.fstat(fd).st_mode
+        if stat.S_ISLNK(kind) or stat.S_ISDIR(kind):
+            os.close(fd)
+            raise StepFailed("mount on", path, EISDIR, "a folder or link is there", "remove it from the image")
+        return fd
+
+    def _swap_in(self, parent: int, name: str, path: str, make: Callable[[str], None]) -> None:
+        aside = f".gpulet-{os.urandom(8).hex()}"
+        try:
+            make(aside)
+            try:
+                os.rename(aside, name, src_dir_fd=parent, dst_dir_fd=parent)
+            except OSError:
+                os.unlink(aside, dir_fd=parent)
+                raise
+        except OSError as error:
+            raise failed("write", path, error) from error
+
+    def _make_link(self, parent: int, name: str, target: str) -> None:
+        os.symlink(target, name, dir_fd=parent)
+        if self.owner != (os.geteuid(), os.getegid()):
+            os.chown(name, *self.owner, dir_fd=parent, follow_symlinks=False)
+
+    def _make_file(self, parent: int, name: str, data: bytes, mode: int) -> None:
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(name, flags, 0o600, dir_fd=parent), "wb") as file:
+            file.write(data)
+            self._own(file.fileno(), mode)
+
+    def _before(self, parent: int, name: str) -> str:
+        try:
+            kind = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise failed("look at", name, error) from error
+        if stat.S_ISLNK(kind):
+            return "link"
+        if stat.S_ISREG(kind):
+            return "file"
+        raise StepFailed("write", name, EEXIST, "a folder, device or pipe is there", "remove it from the image")
+
+    def _restorer(self, parent: int, name: str, before: str) -> Callable[[], None]:
+        """What puts the last name back as it is now."""
+        if before == "link":
+            text = os.readlink(name, dir_fd=parent)
+            return lambda: self._swap_in(parent, name, name, lambda aside: self._make_link(parent, aside, text))
+        if before == "file":
+            mode = stat.S_IMODE(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+            data = _content(parent, name)
+            return lambda: self._swap_in(parent, name, name, lambda aside: self._make_file(parent, aside, data, mode))
+        return lambda: os.unlink(name, dir_fd=parent)
+
+
+def _link_text(parent: int, name: str) -> str | None:
+    try:
+        return os.readlink(name, dir_fd=parent)
+    except OSError:
+        return None
+
+
+def _content(parent: int, name: str) -> bytes:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
+    with open(fd, "rb") as file:
+        return file.read(LIMIT + 1)

@@ -1,0 +1,123 @@
+"""Device rules of a container that has its cgroup already: files in v1, eBPF programs in v2.
+
+Only the live way needs this; the runtime writes rules into config.json, where the cgroup's manager keeps them.
+Facts: kernel documentation, admin-guide/cgroup-v1/devices.rst and cgroup-v2.rst ("Device controller"), linux/bpf.h.
+"""
+
+from __future__ import annotations
+
+import os
+
+from gpulet.errors import InjectionError, StepFailed
+from gpulet.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Rule = tuple[int, int]  # a character device's major and minor; reading and writing it is to be allowed
+
+
+class Cgroup(Value):
+    """Where a process's device rules are kept: hierarchy version 1 or 2, and the folder."""
+
+    version: int
+    folder: str
+
+
+def find(pid: int, proc: str = "/proc") -> Cgroup:
+    """The cgroup that holds the device rules of a process.
+
+    Where the devices controller is in a v1 hierarchy (also on hybrid machines) that is it, else the v2 hierarchy.
+    """
+    try:
+        with open(f"{proc}/{pid}/cgroup", encoding="utf-8") as file:
+            lines = [line.rstrip("\n").split(":", 2) for line in file]
+        with open(f"{proc}/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            mounts = [line.split(" ") for line in file]
+    except OSError as error:
+        raise StepFailed("find cgroup of process", str(pid), error.errno or 0, error.strerror or "") from error
+    paths = {names: path for _, names, path in (line for line in lines if len(line) == 3)}
+    for names, path in paths.items():
+        if "devices" in names.split(","):
+            return Cgroup(1, _folder(mounts, "cgroup", path, "devices"))
+    if "" in paths:
+        return Cgroup(2, _folder(mounts, "cgroup2", paths[""], ""))
+    raise InjectionError(
+        f"process {pid} has no cgroup for device rules", seen=sorted(paths), wanted="a devices controller or cgroup v2"
+    )
+
+
+def _folder(mounts: list[list[str]], kind: str, path: str, controller: str) -> str:
+    """The folder of a cgroup: of the hierarchy's mounts, one whose own root contains it (proc_pid_mountinfo(5))."""
+    for fields in mounts:
+        dash = fields.index("-")
+        root, point = fields[3], fields[4]
+        if fields[dash + 1] != kind or (controller and controller not in fields[dash + 3].strip().split(",")):
+            continue
+        if root == "/":
+            return _plain(point) + path.rstrip("/")
+        if path == root or path.startswith(f"{root}/"):
+            return _plain(point) + path[len(root) :]
+    raise InjectionError(
+        f"cgroup {path} is not under any mount of {controller or 'cgroup2'}", remedy="mount the cgroup file system here"
+    )
+
+
+def _plain(path: str) -> str:
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        path = path.replace(code, character)
+    return path
+
+
+def allow(cgroup: Cgroup, rules: Sequence[Rule]) -> Callable[[], None]:
+    """Lets the cgroup's processes read and write the devices. Answers what takes it back. Raises StepFailed."""
+    if not rules:
+        return lambda: None
+    if cgroup.version == 2:
+        from gpulet.injection import cgroup_bpf
+
+        return cgroup_bpf.allow(cgroup.folder, rules)
+    return _allow_v1(cgroup.folder, rules)
+
+
+def _allow_v1(folder: str, rules: Sequence[Rule]) -> Callable[[], None]:
+    before = _rules_v1(folder)
+    done: list[Rule] = []
+
+    def undo() -> None:
+        for rule in done:
+            _write(f"{folder}/devices.deny", _line(rule))
+
+    for rule in dict.fromkeys(rules):
+        try:
+            _write(f"{folder}/devices.allow", _line(rule))
+        except StepFailed:
+            undo()
+            raise
+        if "a *:* rwm" not in before and not any(line.startswith(f"c {rule[0]}:{rule[1]} ") for line in before):
+            done.append(rule)
+    return undo
+
+
+def _rules_v1(folder: str) -> list[str]:
+    try:
+        with open(f"{folder}/devices.list", encoding="utf-8") as file:
+            return [line.strip() for line in file]
+    except OSError:
+        return []
+
+
+def _line(rule: Rule) -> str:
+    return f"c {rule[0]}:{rule[1]} rw"
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StepFailed("allow device", f"{text} in {path}", error.errno or 0, error.strerror or "") from error

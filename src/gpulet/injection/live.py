@@ -1,0 +1,346 @@
+"""Carrying out an injection in a container that has its namespaces but hasn't started its program.
+
+Sources are opened in the host, as detached mounts with their flags set; a child then joins the container's mount
+namespace and moves each onto a target that was opened beneath the container's root. No path is resolved twice, and
+none of the container's by the host's rules. A failing step takes back those before it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from gpulet import linux
+from gpulet.errors import InjectionError, StepFailed
+from gpulet.injection import cgroup, rootfs
+from gpulet.injection.beneath import Root, failed
+from gpulet.injection.model import DeviceNode, Injection, Mount
+from gpulet.node.paths import below
+from gpulet.node.procfs import DRIVER, proc_root
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+RO, NOSUID = linux.MOUNT_ATTR_RDONLY, linux.MOUNT_ATTR_NOSUID
+NODEV, NOEXEC = linux.MOUNT_ATTR_NODEV, linux.MOUNT_ATTR_NOEXEC
+ATTRIBUTES = {"ro": RO, "nosuid": NOSUID, "nodev": NODEV, "noexec": NOEXEC}
+PROFILES = rootfs.PROFILE.rpartition("/")[0]
+COPIED = ("params", "version", "registry")  # what a container sees of the driver in /proc, besides its own GPUs
+
+
+class Step:
+    """One mount to be placed: a detached mount's descriptor, where it goes, and whether that is a folder."""
+
+    def __init__(self, name: str, tree: int, path: str, directory: bool) -> None:
+        self.name = name
+        self.tree = tree
+        self.path = path
+        self.directory = directory
+
+
+def apply(
+    injection: Injection,
+    pid: int,
+    root: str,
+    *,
+    cgroups: bool = True,
+    devbind: bool = True,
+    driver_root: str = "/",
+    after: Callable[[Root], None] | None = None,
+) -> tuple[str, ...]:
+    """Carries the injection out in the container of process `pid`, whose root file system is the folder `root` there.
+
+    cgroups: allow the devices in the container's cgroup; devbind: mount device nodes; driver_root: whose
+    proc/driver/nvidia the container is to see a part of; after: one more thing to do in the container, before success.
+    Answers what was done, in words. Raises StepFailed, and then nothing stays changed.
+    """
+    with _Namespaces(pid) as namespaces:
+        source = below(proc_root(driver_root), DRIVER)
+        steps = _open_sources(injection, source, devbind)
+        take_back: Callable[[], None] = lambda: None  # noqa: E731
+        try:
+            rules = [(node.major, node.minor) for node in injection.devices if node.type == "c"] if cgroups else []
+            if rules:
+                take_back = cgroup.allow(cgroup.find(pid), rules)
+
+            def work() -> tuple[str, ...]:
+                return _in_container(injection, namespaces, root, steps, source, devbind, after)
+
+            try:
+                done = in_child(work)
+            except BaseException:
+                take_back()
+                raise
+        finally:
+            for step in steps:
+                os.close(step.tree)
+    return (*(f"allow c {major}:{minor} rw" for major, minor in rules), *done)
+
+
+# -- in the host
+
+
+class _Namespaces:
+    """The container's mount namespace, and its user namespace where that isn't ours, held by descriptor."""
+
+    def __init__(self, pid: int) -> None:
+        self.mount = self.user = -1
+        path = f"/proc/{pid}/ns/mnt"
+        try:
+            self.mount = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            path = f"/proc/{pid}/ns/user"
+            user = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self.__exit__()
+            raise failed("open namespace", path, error) from error
+        if os.path.sameopenfile(user, (own := os.open("/proc/self/ns/user", os.O_RDONLY))):
+            os.close(user)
+        else:
+            self.user = user
+        os.close(own)
+
+    def __enter__(self) -> _Namespaces:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in (self.mount, self.user):
+            if fd >= 0:
+                os.close(fd)
+
+    def join(self, root: str) -> Root:
+        """Makes this process one of the container's, and opens its root.
+
+        The root is opened between the two, as the way to it need not be open for the container's identities; what is
+        made afterwards belongs to them.
+        """
+        try:
+            linux.setns(self.mount, linux.CLONE_NEWNS, "mount namespace")
+        except OSError as error:
+            raise failed("join", "mount namespace", error) from error
+        os.umask(0)  # every mode is given whole
+        if self.user < 0:
+            return Root(root)
+        try:
+            held = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise failed("open root file system", root, error) from error
+        try:
+            linux.setns(self.user, linux.CLONE_NEWUSER, "user namespace")
+            os.setresgid(0, 0, 0)
+            os.setresuid(0, 0, 0)
+        except OSError as error:
+            raise failed("join", "user namespace", error) from error
+        return Root(root, held)
+
+
+def _open_sources(injection: Injection, source: str, devbind: bool) -> list[Step]:
+    steps: list[Step] = []
+    try:
+        for mount in injection.mounts:
+            steps.append(_clone(mount))
+        for node in injection.devices if devbind else ():
+            if os.path.lexists(node.host_path):
+                steps.append(_clone_device(node))
+        options = ("ro", "nodev", "nosuid", "noexec")
+        for folder in _gpu_folders(source, injection.proc_gpus):
+            steps.append(_clone(Mount(f"{source}/gpus/{folder}", f"{DRIVER}/gpus/{folder}", options, "proc")))
+        for path in injection.proc_mig:
+            steps.append(_clone(Mount(source + path.removeprefix(DRIVER), path, options, "proc")))
+    except BaseException:
+        for step in steps:
+            os.close(step.tree)
+        raise
+    return steps
+
+
+def _clone(mount: Mount) -> Step:
+    recursive = linux.AT_RECURSIVE if "rbind" in mount.options else 0
+    attributes = 0
+    for option in mount.options:
+        attributes |= ATTRIBUTES.get(option, 0)
+    try:
+        tree = linux.open_tree(mount.source, linux.OPEN_TREE_CLONE | recursive)
+        try:
+            directory = stat.S_ISDIR(os.fstat(tree).st_mode)
+            linux.mount_setattr(tree, attributes, 0, linux.MS_PRIVATE, recursive)
+        except OSError:
+            os.close(tree)
+            raise
+    except OSError as error:
+        raise failed("open", mount.source, error) from error
+    return Step(mount.kind, tree, mount.path, directory)
+
+
+def _clone_device(node: DeviceNode) -> Step:
+    try:
+        tree = linux.open_tree(node.host_path)
+    except OSError as error:
+        raise failed("open device", node.host_path, error) from error
+    try:
+        seen = os.fstat(tree)
+        if not stat.S_ISCHR(seen.st_mode) or seen.st_rdev != os.makedev(node.major, node.minor):
+            wanted = f"character device {node.major}:{node.minor}"
+            raise StepFailed("open device", node.host_path, reason=f"it is not {wanted}", remedy="make the node anew")
+        # Where the host's folder is mounted nodev, the clone would be too, and the node useless.
+        linux.mount_setattr(tree, RO | NOSUID | NOEXEC, NODEV, linux.MS_PRIVATE)
+    except OSError as error:
+        os.close(tree)
+        raise failed("open device", node.host_path, error) from error
+    except StepFailed:
+        os.close(tree)
+        raise
+    return Step("device", tree, node.path, False)
+
+
+def _gpu_folders(source: str, wanted: Sequence[str]) -> list[str]:
+    """The folders of the GPUs, spelt as the driver does: their domain may have four digits or eight, in any case."""
+    try:
+        names = os.listdir(f"{source}/gpus") if wanted else []
+    except OSError:
+        return []
+    keys = {_bus_key(bus_id) for bus_id in wanted}
+    return sorted(name for name in names if _bus_key(name) in keys)
+
+
+def _bus_key(bus_id: str) -> str:
+    return bus_id.lower().rjust(16, "0")
+
+
+# -- in the container
+
+
+def _in_container(
+    injection: Injection,
+    namespaces: _Namespaces,
+    path: str,
+    steps: list[Step],
+    source: str,
+    devbind: bool,
+    after: Callable[[Root], None] | None,
+) -> tuple[str, ...]:
+    descriptors = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    texts = {name: data for name in COPIED if (data := _read(f"{source}/{name}")) is not None}
+    with namespaces.join(path) as root:
+        seals = []
+        shown = root.exists(DRIVER)  # a kernel without the driver has no such folder, and none can be made
+        if shown:
+            seals.append(_cover_driver(root, texts, descriptors))
+        if injection.rootfs.profile_minors:
+            seals.append(_cover(root, PROFILES, descriptors))
+        for step in steps:
+            if shown or not step.path.startswith(f"{DRIVER}/"):
+                _attach(root, step.tree, step.path, step.directory, step.name, descriptors)
+        for node in injection.devices if devbind else ():
+            if not any(step.path == node.path for step in steps):
+                _make_node(root, node)
+        rootfs.carry_out(root, injection.rootfs, injection.mounts)
+        for tree in seals:
+            _seal(tree)
+        if after is not None:
+            after(root)
+        return tuple(root.done)
+
+
+def _attach(root: Root, tree: int, path: str, directory: bool, name: str, descriptors: int) -> None:
+    target = root.place(path, directory)
+    try:
+        linux.move_mount(tree, target, path)
+    except OSError as error:
+        raise failed(f"mount {name}", path, error) from error
+    finally:
+        os.close(target)
+    root.record(f"mount {name} {path}", lambda: linux.detach(tree, descriptors))
+    if directory:
+        root.forget(path)
+
+
+def _cover(root: Root, path: str, descriptors: int, fill: Callable[[int], None] | None = None) -> int:
+    """Puts a small file system of our own over a folder; what is put there goes with the container."""
+    try:
+        tree = linux.new_file_system("tmpfs", (("mode", "0555"), ("size", "1m")), NOSUID | NODEV | NOEXEC)
+        if fill is not None:
+            fill(tree)
+    except OSError as error:
+        raise failed("make file system for", path, error) from error
+    _attach(root, tree, path, True, "tmpfs", descriptors)
+    return tree
+
+
+def _cover_driver(root: Root, texts: dict[str, bytes], descriptors: int) -> int:
+    """Hides the other GPUs' folders, and keeps the driver from making device nodes of its own in the container."""
+
+    def fill(tree: int) -> None:
+        for name, data in texts.items():
+            if name == "params":
+                data = data.replace(rootfs.MODIFY.encode(), rootfs.FROZEN.encode(), 1)
+            rootfs.place(tree, name, data)
+
+    return _cover(root, DRIVER, descriptors, fill)
+
+
+def _seal(tree: int) -> None:
+    try:
+        linux.mount_setattr(tree, RO)
+    except OSError as error:
+        raise failed("make read-only", "tmpfs", error) from error
+
+
+def _make_node(root: Root, node: DeviceNode) -> None:
+    """Makes a device node, where the host has none that could be shown."""
+    parent, name = root.split(node.path)
+    try:
+        os.mknod(name, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor), dir_fd=parent)
+    except FileExistsError:
+        seen = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        if stat.S_ISCHR(seen.st_mode) and seen.st_rdev == os.makedev(node.major, node.minor):
+            return
+        raise StepFailed("make device", node.path, 17, "something else is there") from None
+    except OSError as error:
+        raise failed("make device", node.path, error) from error
+    root.record(f"make device {node.path}", lambda: os.unlink(name, dir_fd=parent))
+    os.chown(name, node.uid, node.gid, dir_fd=parent, follow_symlinks=False)
+
+
+def _read(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read(1 << 20)
+    except OSError:
+        return None
+
+
+# -- the child
+
+
+def in_child(work: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+    """Does the work in a child process, which may join namespaces; its answer or its StepFailed reaches us whole."""
+    import marshal  # both ends are this program
+
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            answer: tuple[Any, ...] = (True, work())
+        except StepFailed as error:
+            answer = (False, error.step, error.target, error.errno, error.reason, error.remedy)
+        except BaseException as error:  # a fault of ours: its text must not be lost with the process
+            answer = (False, "carry out the injection", "", 0, f"{type(error).__name__}: {error}", "report this")
+        try:
+            with open(writing, "wb") as pipe:
+                pipe.write(marshal.dumps(answer))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not data:
+        signal = os.waitstatus_to_exitcode(status)
+        raise InjectionError("the process that works in the container ended", seen=f"exit code {signal}")
+    good, *rest = marshal.loads(data)
+    if not good:
+        raise StepFailed(*rest)
+    done: tuple[str, ...] = rest[0]
+    return done

@@ -1,0 +1,287 @@
+"""The work inside a container's root file system: links, the loader's cache, forward compatibility, the profile file.
+
+Done before the container's first process exists, beneath the root by descriptor (beneath.py), so nothing of the image
+is executed and nothing outside the root is touched. Doing it twice changes nothing more.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from gpulet import linux
+from gpulet.injection import compat
+from gpulet.injection.beneath import Root, failed
+from gpulet.injection.elf import Elf, Malformed
+from gpulet.injection.model import Mount, RootfsWork
+from gpulet.node import ldcache
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+CACHE = "/etc/ld.so.cache"
+CONF = "/etc/ld.so.conf"
+CONF_FOLDER = "/etc/ld.so.conf.d"
+OURS = f"{CONF_FOLDER}/00-gpulet.conf"  # one stable name: a restarted container doesn't pile files up
+INCLUDE = f"include {CONF_FOLDER}/*.conf"
+MUSL_FOLDERS = ("/lib", "/usr/local/lib", "/usr/lib")  # what musl searches where it has no path file
+PROFILE = "/etc/nvidia/nvidia-application-profiles-rc.d/10-container.conf"
+PARAMS = "/proc/driver/nvidia/params"
+MODIFY, FROZEN = "ModifyDeviceFiles: 1", "ModifyDeviceFiles: 0"
+MOST_LIBRARIES = 4096
+
+
+def prepare(root: str, work: RootfsWork, mounts: Sequence[Mount] = ()) -> tuple[str, ...]:
+    """Carries out the work beneath the folder `root` and answers what was changed, in words.
+
+    mounts: the injection's mounts; those of the kinds library and library32 enter the loader's cache by their soname,
+    which is read from the host's file, as they are not yet mounted. Without any, what lies in work.folders is taken.
+    Freezing the driver's device nodes needs a mount and is left to `frozen_params` and the caller.
+    Raises StepFailed, and then nothing is changed.
+    """
+    with Root(root) as held:
+        carry_out(held, work, mounts)
+        return tuple(held.done)
+
+
+def carry_out(root: Root, work: RootfsWork, mounts: Sequence[Mount] = ()) -> None:
+    """The same on a root that is open already."""
+    for link in work.links:
+        root.symlink(link.target, link.path)
+    first = ""
+    if work.host_driver or work.host_cuda:
+        first = compat.choose(root, work.compat_folder, work.host_driver, work.host_cuda).folder
+    if work.folders or first:
+        _update_loader(root, work.folders, first, mounts)
+    if work.profile_minors:
+        write_profile(root, work.profile_minors)
+
+
+# -- the dynamic loader
+
+
+class _Library:
+    """One library as the loader shall find it: its folder and file name in the container, soname, cache flags."""
+
+    def __init__(self, folder: str, name: str, soname: str, flags: int) -> None:
+        self.folder = folder
+        self.name = name
+        self.soname = soname or name
+        self.flags = flags
+
+
+def _update_loader(root: Root, folders: Sequence[str], first: str, mounts: Sequence[Mount]) -> None:
+    libraries = list(_mounted(mounts)) or [item for folder in folders for item in _lying_in(root, folder)]
+    entries = []
+    for item in libraries:
+        if item.soname != item.name:  # as ldconfig does; and as it, leave a real file of that name alone
+            root.symlink(item.name, f"{item.folder}/{item.soname}", replace_file=False)
+        entries.append(ldcache.Entry(item.soname, f"{item.folder}/{item.soname}", item.flags))
+    if first:
+        above = [ldcache.Entry(i.soname, f"{i.folder}/{i.name}", i.flags) for i in _lying_in(root, first)]
+        entries = above + entries
+    musl = [name for name in root.names("/lib") if name.startswith("ld-musl-") and name.endswith(".so.1")]
+    for name in musl:
+        _write_musl_path(root, name.removesuffix(".so.1"), folders)
+    if musl and not root.exists(CACHE):
+        return  # musl has no cache
+    _write_conf(root, folders, first)
+    _write_cache(root, entries)
+
+
+def _mounted(mounts: Iterable[Mount]) -> Iterator[_Library]:
+    for mount in mounts:
+        if mount.kind not in ("library", "library32"):
+            continue
+        folder, _, name = mount.path.rpartition("/")
+        try:
+            fd = os.open(mount.source, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise failed("read library", mount.source, error) from error
+        try:
+            library = Elf(fd)
+            if library.cache_flags:
+                yield _Library(folder, name, library.soname(), library.cache_flags)
+        except Malformed:
+            continue  # it is mounted all the same; a loader could do nothing with it
+        finally:
+            os.close(fd)
+
+
+def _lying_in(root: Root, folder: str) -> Iterator[_Library]:
+    """What ldconfig would take from a folder: of the files with one soname, the one with the highest name."""
+    best: dict[tuple[str, int], str] = {}
+    for name in root.names(folder)[:MOST_LIBRARIES]:
+        if not (name.startswith("lib") and (name.endswith(".so") or ".so." in name)):
+            continue
+        fd = root.open_file(f"{folder}/{name}", follow=False)
+        if fd is None:
+            continue
+        try:
+            library = Elf(fd)
+            key = (library.soname() or name, library.cache_flags)
+        except Malformed:
+            continue
+        finally:
+            os.close(fd)
+        if key[1] and (key not in best or ldcache.name_key(name) > ldcache.name_key(best[key])):
+            best[key] = name
+    for (soname, flags), name in best.items():
+        yield _Library(folder.rstrip("/"), name, soname, flags)
+
+
+def _write_cache(root: Root, entries: list[ldcache.Entry]) -> None:
+    from gpulet.errors import NodeError
+
+    try:
+        data = ldcache.merge(root.read(CACHE), entries)
+    except NodeError:  # the image's cache is damaged or of a foreign format: its loader can't use it either
+        data = ldcache.merge(None, entries)
+    root.write(CACHE, data)
+
+
+def _write_conf(root: Root, folders: Sequence[str], first: str) -> None:
+    """Tells a later ldconfig of the folders it wouldn't look at. The others stay out, since being listed here would
+    move them before the image's own.
+    """
+    if root.read(CONF) is None:
+        root.write(CONF, f"{INCLUDE}\n".encode())
+    listed = _searched(root)
+    lines = ([first] if first else []) + [folder for folder in folders if folder not in listed]
+    if lines or root.exists(OURS):
+        root.write(OURS, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _searched(root: Root) -> set[str]:
+    """The folders that ldconfig looks at by itself: the system's, and those that the configuration names."""
+    machine = os.uname().machine
+    found = {"/lib", "/usr/lib"}
+    if root.exists("/etc/debian_version"):
+        found |= {f"/lib/{machine}-linux-gnu", f"/usr/lib/{machine}-linux-gnu"}
+    else:
+        found |= {"/lib64", "/usr/lib64"}
+    todo, files = [CONF], 0
+    while todo and files < 64:
+        path, files = todo.pop(), files + 1
+        if path == OURS:
+            continue
+        for line in (root.read(path) or b"").decode("utf-8", "surrogateescape").splitlines():
+            word, _, rest = line.partition("#")[0].strip().partition(" ")
+            if word == "include":
+                todo += _glob(root, rest.strip())
+            elif word.startswith("/"):
+                found.add(word.rstrip("/"))
+    return found
+
+
+def _glob(root: Root, pattern: str) -> list[str]:
+    """The files that an include line means; one star in the last name is all that is seen in practice."""
+    folder, _, last = pattern.rpartition("/")
+    folder = folder or "/etc"  # relative ones count from the configuration's own folder
+    before, star, after = last.partition("*")
+    if not star:
+        return [pattern]
+    names = [name for name in root.names(folder) if name.startswith(before) and name.endswith(after)]
+    return [f"{folder}/{name}" for name in names if not name.startswith(".")]
+
+
+def _write_musl_path(root: Root, loader: str, folders: Sequence[str]) -> None:
+    """musl reads its search path from /etc/ld-musl-ARCH.path, separated by newlines or colons."""
+    path = f"/etc/{loader}.path"
+    before = root.read(path)
+    text = "".join(f"{folder}\n" for folder in MUSL_FOLDERS) if before is None else before.decode("utf-8", "replace")
+    there = text.replace(":", "\n").split("\n")
+    missing = [folder for folder in folders if folder not in there]
+    if missing:
+        text = text if text.endswith("\n") or not text else text + "\n"
+        root.write(path, (text + "".join(f"{folder}\n" for folder in missing)).encode())
+
+
+# -- the driver's own files
+
+
+def write_profile(root: Root, minors: Iterable[int]) -> None:
+    """Restricts EGL to the container's GPUs (NVIDIA driver README, "application profiles")."""
+    root.write(PROFILE, profile(minors), 0o444)
+
+
+def profile(minors: Iterable[int]) -> bytes:
+    """The application profile for GPU minors; the driver's mask has room for 64."""
+    mask = 0
+    for minor in minors:
+        mask |= 1 << minor if 0 <= minor < 64 else 0
+    settings = f'"settings": ["EGLVisibleDGPUDevices", {mask:#x}]'
+    rule = '{"pattern": [], "profile": "_container_"}'
+    return f'{{"profiles": [{{"name": "_container_", {settings}}}], "rules": [{rule}]}}'.encode()
+
+
+def visible_minors(root: Root) -> tuple[int, ...]:
+    """The minors of the GPU nodes that lie in the root's /dev."""
+    found = []
+    for name in root.names("/dev"):
+        minor = name.removeprefix("nvidia")
+        if minor != name and minor.isascii() and minor.isdigit():
+            fd = root.open(f"/dev/{name}", os.O_PATH)
+            try:
+                if stat.S_ISCHR(os.fstat(fd).st_mode):
+                    found.append(int(minor))
+            finally:
+                os.close(fd)
+    return tuple(sorted(found))
+
+
+def frozen_params(proc: str = "/proc") -> bytes | None:
+    """The driver's parameters with the making of device nodes switched off; None where there is nothing to switch."""
+    try:
+        with open(f"{proc}{PARAMS.removeprefix('/proc')}", encoding="utf-8") as file:
+            lines = file.read().split("\n")
+    except OSError:
+        return None
+    if MODIFY not in lines:
+        return None
+    lines[lines.index(MODIFY)] = FROZEN
+    return "\n".join(lines).encode()
+
+
+def freeze(root: Root, params: bytes) -> None:
+    """Covers the container's /proc/driver/nvidia/params, in this process's mount namespace, by a read-only file.
+
+    The file lies on a file system of its own that nothing else shows, so neither the root nor the host gains a file.
+    """
+    hidden = linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV | linux.MOUNT_ATTR_NOEXEC
+    try:
+        target = root.open(PARAMS, os.O_PATH)
+        folder = root.open(PARAMS.rpartition("/")[0], os.O_PATH | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno == 2:
+            return  # the container's /proc doesn't show the driver
+        raise failed("open", PARAMS, error) from error
+    descriptors = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    tree = cover = -1
+    try:
+        tree = linux.new_file_system("tmpfs", (("mode", "0555"), ("size", "64k")), hidden)
+        place(tree, "params", params)
+        # Until Linux 6.15 only what is mounted can be cloned: so it is, for a moment, over the driver's folder.
+        linux.move_mount(tree, folder, PARAMS)
+        try:
+            cover = linux.open_tree("params", dirfd=tree)
+        finally:
+            linux.detach(tree, descriptors)
+        linux.mount_setattr(cover, hidden | linux.MOUNT_ATTR_RDONLY, propagation=linux.MS_PRIVATE)
+        linux.move_mount(cover, target, PARAMS)
+    except OSError as error:
+        raise failed("mount", PARAMS, error) from error
+    finally:
+        for fd in (target, folder, descriptors, tree, cover):
+            if fd >= 0:
+                os.close(fd)
+    root.record(f"freeze {PARAMS}", lambda: None)
+
+
+def place(folder: int, name: str, data: bytes, mode: int = 0o444) -> None:
+    """Makes a file in a folder of our own making. Raises OSError."""
+    fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    with open(fd, "wb") as file:
+        file.write(data)
+        os.fchmod(file.fileno(), mode)

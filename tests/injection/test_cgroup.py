@@ -1,0 +1,243 @@
+"""Device rules, on both hierarchies of this machine for real: a node that doesn't open for lack of a driver gives
+ENXIO where the rules let it through, and EPERM where they don't."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulet import linux
+from gpulet.errors import InjectionError, StepFailed
+from gpulet.injection import cgroup, cgroup_bpf
+from gpulet.injection.cgroup import Cgroup
+
+MINORS = (0, 1, 2)
+DENY = cgroup_bpf.instruction(cgroup_bpf.MOV_K, 0, value=0) + cgroup_bpf.instruction(cgroup_bpf.EXIT)
+
+
+def hierarchy(kind: str, controller: str = "") -> Path:
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split(" ")
+        dash = fields.index("-")
+        if fields[dash + 1] == kind and (not controller or controller in fields[dash + 3].split(",")):
+            return Path(fields[4])
+    pytest.skip(f"no {kind} {controller} is mounted here")
+
+
+def made(parent: Path) -> Iterator[Path]:
+    folder = parent / f"gpulet-test-{secrets.token_hex(4)}"
+    folder.mkdir()
+    yield folder
+    folder.rmdir()
+
+
+@pytest.fixture
+def v1() -> Iterator[Path]:
+    yield from made(hierarchy("cgroup", "devices"))
+
+
+@pytest.fixture
+def v2() -> Iterator[Path]:
+    yield from made(hierarchy("cgroup2"))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> list[Path]:
+    found = []
+    for minor in MINORS:
+        found.append(tmp_path / f"nvidia{minor}")
+        os.mknod(found[-1], stat.S_IFCHR | 0o666, os.makedev(195, minor))
+    return found
+
+
+def opened(folder: Path, nodes: list[Path], flags: int = os.O_RDWR) -> list[str]:
+    """What opening each node answers to a process of the cgroup."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        answers = []
+        (folder / "cgroup.procs").write_text("0")
+        for node in nodes:
+            try:
+                os.close(os.open(node, flags))
+                answers.append("open")
+            except OSError as error:
+                answers.append(errno.errorcode[error.errno or 0])
+        os.write(writing, " ".join(answers).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with open(reading) as pipe:
+        return pipe.read().split()
+
+
+def attach(folder: Path, code: bytes, flags: int) -> int:
+    program = cgroup_bpf.load(code)
+    fd = os.open(folder, os.O_RDONLY)
+    linux.bpf(cgroup_bpf.BPF_PROG_ATTACH, struct.pack("=IIII", fd, program, cgroup_bpf.BPF_CGROUP_DEVICE, flags))
+    os.close(fd)
+    return program
+
+
+def programs(folder: Path) -> tuple[int, tuple[int, ...]]:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        return cgroup_bpf.attached(fd)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.root
+class TestVersion1:
+    def test_rules_and_back(self, v1: Path, nodes: list[Path]) -> None:
+        (v1 / "devices.deny").write_text("a")
+        assert opened(v1, nodes) == ["EPERM"] * 3
+        undo = cgroup.allow(Cgroup(1, str(v1)), [(195, 0), (195, 2)])
+        assert opened(v1, nodes) == ["ENXIO", "EPERM", "ENXIO"]
+        assert (v1 / "devices.list").read_text().split("\n")[:2] == ["c 195:0 rw", "c 195:2 rw"]
+        undo()
+        assert opened(v1, nodes) == ["EPERM"] * 3
+
+    def test_taking_back_keeps_what_was_there_before(self, v1: Path, nodes: list[Path]) -> None:
+        (v1 / "devices.deny").write_text("a")
+        (v1 / "devices.allow").write_text("c 195:0 rwm")
+        cgroup.allow(Cgroup(1, str(v1)), [(195, 0), (195, 1)])()
+        assert opened(v1, nodes) == ["ENXIO", "EPERM", "EPERM"]
+
+    def test_a_folder_that_is_gone(self) -> None:
+        with pytest.raises(StepFailed, match=r"allow device c 195:0 rw in /nowhere/devices.allow") as caught:
+            cgroup.allow(Cgroup(1, "/nowhere"), [(195, 0)])
+        assert caught.value.errno == errno.ENOENT
+
+
+@pytest.mark.root
+class TestVersion2:
+    @pytest.mark.parametrize("flags", [0, 1, 2], ids=["one", "override", "several"])
+    def test_rules_and_back(self, v2: Path, nodes: list[Path], flags: int) -> None:
+        program = attach(v2, DENY, flags)
+        os.close(program)
+        assert opened(v2, nodes) == ["EPERM"] * 3
+        undo = cgroup.allow(Cgroup(2, str(v2)), [(195, 0), (195, 2)])
+        assert opened(v2, nodes) == ["ENXIO", "EPERM", "ENXIO"]
+        assert programs(v2)[0] == flags
+        assert len(programs(v2)[1]) == 1
+        undo()
+        assert opened(v2, nodes) == ["EPERM"] * 3
+
+    def test_every_program_is_extended_since_all_must_agree(self, v2: Path, nodes: list[Path]) -> None:
+        for _ in range(3):
+            os.close(attach(v2, DENY, 2))
+        cgroup.allow(Cgroup(2, str(v2)), [(195, 1)])
+        assert opened(v2, nodes) == ["EPERM", "ENXIO", "EPERM"]
+        assert len(programs(v2)[1]) == 3
+
+    def test_a_program_held_by_a_link(self, v2: Path, nodes: list[Path]) -> None:
+        program = cgroup_bpf.load(DENY)
+        fd = os.open(v2, os.O_RDONLY)
+        create = struct.pack("=IIII", program, fd, cgroup_bpf.BPF_CGROUP_DEVICE, 0)
+        link = linux.bpf(28, create)[0]  # BPF_LINK_CREATE
+        try:
+            assert opened(v2, nodes) == ["EPERM"] * 3
+            undo = cgroup.allow(Cgroup(2, str(v2)), [(195, 1)])
+            assert opened(v2, nodes) == ["EPERM", "ENXIO", "EPERM"]
+            undo()
+            assert opened(v2, nodes) == ["EPERM"] * 3
+        finally:
+            for descriptor in (link, fd, program):
+                os.close(descriptor)
+
+    def test_a_cgroup_without_a_program_allows_already(self, v2: Path, nodes: list[Path]) -> None:
+        cgroup.allow(Cgroup(2, str(v2)), [(195, 0)])
+        assert opened(v2, nodes) == ["ENXIO"] * 3
+        assert programs(v2)[1] == ()
+
+    def test_rules_join_those_put_there_before(self, v2: Path, nodes: list[Path]) -> None:
+        os.close(attach(v2, DENY, 2))
+        for _ in range(3):
+            cgroup.allow(Cgroup(2, str(v2)), [(195, 0)])
+        cgroup.allow(Cgroup(2, str(v2)), [(195, 1)])
+        assert opened(v2, nodes) == ["ENXIO", "ENXIO", "EPERM"]
+        fd = os.open(v2, os.O_RDONLY)
+        (number,) = cgroup_bpf.attached(fd)[1]
+        program = linux.bpf(cgroup_bpf.BPF_PROG_GET_FD_BY_ID, struct.pack("=III", number, 0, 0))[0]
+        rules, rest = cgroup_bpf.split(cgroup_bpf.instructions(program))
+        os.close(program)
+        os.close(fd)
+        assert rules == ((195, 0), (195, 1))
+        assert rest == DENY
+
+    def test_nothing_but_reading_and_writing(self, v2: Path, tmp_path: Path) -> None:
+        os.close(attach(v2, DENY, 2))
+        cgroup.allow(Cgroup(2, str(v2)), [(195, 5)])
+        pid = os.fork()
+        if not pid:
+            (v2 / "cgroup.procs").write_text("0")
+            try:
+                os.mknod(tmp_path / "made", stat.S_IFCHR, os.makedev(195, 5))
+            except PermissionError:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+    def test_a_folder_that_is_gone(self) -> None:
+        with pytest.raises(StepFailed, match="open cgroup /nowhere"):
+            cgroup.allow(Cgroup(2, "/nowhere"), [(195, 0)])
+
+
+class TestFind:
+    MOUNTS = (
+        "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n"
+        "36 31 0:33 {root} /sys/fs/cgroup/devices rw,relatime shared:1 - cgroup cgroup rw,devices\n"
+        "41 31 0:38 {root} /sys/fs/cgroup/uni\\040fied rw - cgroup2 cgroup2 rw\n"
+    )
+
+    def proc(self, tmp_path: Path, lines: str, root: str = "/") -> str:
+        (tmp_path / "7").mkdir()
+        (tmp_path / "self").mkdir()
+        (tmp_path / "7/cgroup").write_text(lines)
+        (tmp_path / "self/mountinfo").write_text(self.MOUNTS.format(root=root))
+        return str(tmp_path)
+
+    def test_hybrid_machines_keep_rules_in_version_1(self, tmp_path: Path) -> None:
+        proc = self.proc(tmp_path, "5:devices:/kubepods/a:b\n0::/other\n")
+        assert cgroup.find(7, proc) == Cgroup(1, "/sys/fs/cgroup/devices/kubepods/a:b")
+
+    def test_version_2(self, tmp_path: Path) -> None:
+        assert cgroup.find(7, self.proc(tmp_path, "0::/pod\n")) == Cgroup(2, "/sys/fs/cgroup/uni fied/pod")
+
+    def test_a_mount_that_shows_a_part(self, tmp_path: Path) -> None:
+        proc = self.proc(tmp_path, "5:devices:/docker/x/inner\n", root="/docker/x")
+        assert cgroup.find(7, proc) == Cgroup(1, "/sys/fs/cgroup/devices/inner")
+
+    def test_a_mount_that_shows_another_part(self, tmp_path: Path) -> None:
+        with pytest.raises(InjectionError, match="cgroup /else is not under any mount of devices"):
+            cgroup.find(7, self.proc(tmp_path, "5:devices:/else\n", root="/docker/x"))
+
+    def test_neither(self, tmp_path: Path) -> None:
+        with pytest.raises(InjectionError, match="process 7 has no cgroup for device rules"):
+            cgroup.find(7, self.proc(tmp_path, "4:memory:/x\n"))
+
+    def test_a_process_that_is_gone(self, tmp_path: Path) -> None:
+        with pytest.raises(StepFailed, match="find cgroup of process 8"):
+            cgroup.find(8, self.proc(tmp_path, ""))
+
+
+class TestProgram:
+    def test_split_gives_back_what_extend_was_given(self) -> None:
+        rules = ((195, 0), (195, 255), (509, 1))
+        assert cgroup_bpf.split(cgroup_bpf.extend(DENY, rules)) == (rules, DENY)
+
+    @pytest.mark.parametrize("code", [b"", DENY, DENY * 20, cgroup_bpf.extend(DENY, ((1, 2),))[:-24]])
+    def test_split_leaves_other_programs_alone(self, code: bytes) -> None:
+        assert cgroup_bpf.split(code) == ((), code)
+
+    def test_too_many_rules(self) -> None:
+        with pytest.raises(StepFailed, match="more than"):
+            cgroup_bpf.extend(DENY, [(195, minor) for minor in range(9000)])
