@@ -8,6 +8,7 @@ when the two are the same.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,14 +17,16 @@ from typing import Any
 from gpulet import settings as settings_file
 from gpulet.errors import GpuletError
 from gpulet.injection import build
+from gpulet.injection.select import select
 from gpulet.node import driver, procfs
 from gpulet.node.gpu import NodeFacts
 from gpulet.request import decide, policy
 from gpulet.request.bundle import Container
 from gpulet.request.model import Request
 from gpulet.sim import scheduler
+from gpulet.sim.allocation import Allocation
 from gpulet.sim.engine import RunningContainer, cdi_names
-from gpulet.sim.kubelet import AdmissionError, Allocation
+from gpulet.sim.kubelet import AdmissionError
 from gpulet.sim.pods import ContainerSpec, Pod
 from gpulet.sim.stage import Stage
 
@@ -76,13 +79,16 @@ class Demo:
         scheduling = _step("scheduling", started, placement.message)
         part: Report = {"name": pod.name, "namespace": pod.namespace, "phase": "Pending", "node": placement.node}
         part |= {"message": placement.message, "runtimeClass": pod.runtime_class or "nvidia", "containers": []}
-        for spec in pod.containers:
+        for spec in (*pod.init_containers, *pod.containers):
             container = {"name": spec.name, "image": spec.image, "requested": _gpus(spec), "allocated": []}
             container |= {"grant": "none", "reason": "", "seen": None, "steps": [self._discovery(), scheduling]}
             part["containers"].append(container)
         if placement.node is None:
             return part
         scheduler.assign(pod, self._nodes, placement.node)
+        if placement.node != self._here:
+            part["message"] = f"placed on {placement.node}; only {self._here} is played here"
+            return part
         try:
             allocations = self._configure(pod, part)
             part["phase"], part["message"] = self._start(pod, allocations, part)
@@ -97,58 +103,69 @@ class Demo:
         evidence = f"{', '.join(texts)} on {self._here} (driver {self.facts.driver})"
         return {"step": "discovery", "ms": round(self._stage.discovery_ms, 1), "evidence": evidence}
 
-    def _configure(self, pod: Pod, part: Report) -> list[Allocation | None]:
-        """Step 3: the kubelet asks the plugin, one Allocate for each container; what is given stands in the ledger."""
-        allocations: list[Allocation | None] = []
-        for spec, told in zip(pod.containers, part["containers"], strict=True):
-            started = time.perf_counter()
-            requests = {name: count for name, count in spec.limits.items() if _is_extended(name)}
-            try:
-                allocation = self._stage.kubelet.allocate(pod.uid, spec.name, requests) if requests else None
-            except AdmissionError as error:
+    def _configure(self, pod: Pod, part: Report) -> dict[str, Allocation]:
+        """Step 3: at the Pod's admission the kubelet asks the plugin, one Allocate for each container that wants
+        something; what is given stands in its ledger. The time is the whole admission's."""
+        started = time.perf_counter()
+        try:
+            allocations = self._stage.kubelet.admit(pod)
+        except AdmissionError as error:
+            for told in part["containers"]:
                 told["steps"].append(_step("configuration", started, str(error)))
-                raise
-            evidence = _answer(allocation) if allocation else "no device asked for: the plugin is not called"
+            raise
+        for told in part["containers"]:
+            allocation = allocations[told["name"]]
+            evidence = _answer(allocation) if allocation.device_ids else "nothing asked for: the plugin is not called"
             told["allocated"] = self._uuids(allocation)
             told["steps"].append(_step("configuration", started, evidence))
-            allocations.append(allocation)
         return allocations
 
-    def _uuids(self, allocation: Allocation | None) -> list[str]:
-        """The GPUs of an allocation in index order; replica suffixes are dropped."""
-        ids = {one.partition("::")[0] for ids in allocation.device_ids.values() for one in ids} if allocation else set()
+    def _uuids(self, allocation: Allocation) -> list[str]:
+        """The devices of an allocation in index order; replica suffixes are dropped."""
+        ids = {one.partition("::")[0] for ids in allocation.device_ids.values() for one in ids}
         order = {gpu.uuid: gpu.index for gpu in self.facts.gpus}
         return sorted(ids, key=lambda uuid: (order.get(uuid, len(order)), uuid))
 
-    def _start(self, pod: Pod, allocations: Sequence[Allocation | None], part: Report) -> tuple[str, str]:
-        """Steps 5 and 6 for every container of the Pod."""
+    def _start(self, pod: Pod, allocations: dict[str, Allocation], part: Report) -> tuple[str, str]:
+        """Steps 4 and 5: init containers one after another, each to its end; then the others, which go on."""
         if self._privileged:
             self._stage.engine.run_sandbox(pod)
-        for spec, allocation, told in zip(pod.containers, allocations, part["containers"], strict=True):
-            started = time.perf_counter()
-            minors = ",".join(str(gpu.minor) for gpu in self.facts.gpus)
-            container = self._stage.engine.prepare(pod, spec, allocation, args=[PROBE, "--hold", "--minors", minors])
-            request = self._request(container)
-            cdi = cdi_names(allocation) if allocation else []
-            told["grant"] = self._stage.options.strategies[-1] if cdi else request.source or "none"
-            told["reason"] = f"the engine applied {', '.join(cdi)}" if cdi else request.reason
-            due = told["allocated"] if cdi else self._due(request)
-            if not self._privileged:
-                plan = self._plan(container, request)
-                told["plan"] = plan
-                told["steps"].append(_step("initialisation", started, f"planned: {plan['summary']}"))
-                told["steps"].append({"step": "mounting", "ms": 0.0, "evidence": "planned: needs root"})
-                continue
-            with self._timed(told, "initialisation") as step:
-                self._stage.engine.create(container)
-                step["evidence"] = changes(container.before, container.after)
-            with self._timed(told, "mounting") as step:
-                self._stage.engine.start(container)
-                seen = json.loads(self._stage.engine.first_line(container))
-                told["seen"] = _seen(seen)
-                step["evidence"] = _evidence(seen)
-            self._judge(f"{pod.name}/{spec.name}", due, seen)
-        return ("Running", "") if self._privileged else ("Pending", "planned: steps 5 and 6 need root")
+        told = {one["name"]: one for one in part["containers"]}
+        for spec in pod.init_containers:
+            container = self._container(pod, spec, allocations[spec.name], told[spec.name])
+            if self._privileged:
+                self._stage.engine.remove(container)
+        for spec in pod.containers:
+            self._container(pod, spec, allocations[spec.name], told[spec.name])
+        return ("Running", "") if self._privileged else ("Pending", "planned: steps 4 and 5 need root and a runtime")
+
+    def _container(self, pod: Pod, spec: ContainerSpec, allocation: Allocation, told: Report) -> RunningContainer:
+        started = time.perf_counter()
+        engine = self._stage.engine
+        minors = ",".join(str(gpu.minor) for gpu in self.facts.gpus)
+        container = engine.prepare(pod, spec, allocation, args=[PROBE, "--hold", "--minors", minors])
+        request = self._request(container)
+        cdi = cdi_names(allocation)
+        told["grant"] = self._stage.options.strategies[-1] if cdi else request.source or "none"
+        told["reason"] = f"the engine applied {', '.join(cdi)}" if cdi else request.reason
+        due = told["allocated"] if cdi else self._due(request)
+        if not self._privileged:
+            told["plan"] = self._plan(container, request)
+            told["steps"].append(_step("initialisation", started, f"planned: {told['plan']['summary']}"))
+            told["steps"].append(
+                {"step": "mounting", "ms": 0.0, "evidence": "planned: " + shlex.join(told["plan"]["commands"][-1])}
+            )
+            return container
+        with self._timed(told, "initialisation") as step:
+            engine.create(container)
+            step["evidence"] = changes(container.before, container.after)
+        with self._timed(told, "mounting") as step:
+            engine.start(container)
+            seen = json.loads(engine.first_line(container))
+            told["seen"] = _seen(seen)
+            step["evidence"] = _evidence(seen)
+        self._judge(f"{pod.name}/{spec.name}", due, seen)
+        return container
 
     def _request(self, container: RunningContainer) -> Request:
         """What the rules say of this bundle."""
@@ -161,7 +178,7 @@ class Demo:
         """The GPUs that a request is to bring, in index order."""
         if not request.devices:
             return []
-        return [gpu.uuid for gpu in build.select(self.facts, request.devices).gpus]
+        return [gpu.uuid for gpu in select(self.facts, request.devices).gpus]
 
     def _plan(self, container: RunningContainer, request: Request) -> Report:
         """What the runtime would do: the commands, and the Injection itself."""
@@ -235,12 +252,6 @@ def _at(config: Report, path: Sequence[str]) -> list[Any]:
 
 def _step(name: str, started: float, evidence: str) -> Report:
     return {"step": name, "ms": round((time.perf_counter() - started) * 1e3, 1), "evidence": evidence}
-
-
-def _is_extended(resource: str) -> bool:
-    """Whether a device plugin serves it: a name with a domain that isn't Kubernetes' own."""
-    domain, slash, _name = resource.partition("/")
-    return bool(slash) and not domain.endswith("kubernetes.io")
 
 
 def _gpus(spec: ContainerSpec) -> int:

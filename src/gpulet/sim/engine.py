@@ -21,9 +21,9 @@ from typing import Any
 
 from gpulet.errors import EngineError
 from gpulet.sim import cdi_engine
+from gpulet.sim.allocation import Allocation
 from gpulet.sim.cgroups import remove_tree
 from gpulet.sim.images import ImageStore, image_env
-from gpulet.sim.kubelet import Allocation
 from gpulet.sim.pods import ContainerSpec, Pod
 
 # what containerd gives a container that isn't privileged

@@ -133,7 +133,7 @@ class Stage:
                     "the device plugin registered no GPU",
                     seen=ended or f"nothing within {timeout:.0f} s",
                     wanted=f"{RESOURCE} at the kubelet's socket",
-                    remedy=f"read {self.folder / 'device-plugin.log'}",
+                    remedy="run it with --keep and read device-plugin.log in its folder",
                 )
             time.sleep(0.002)
         self.discovery_ms = (time.perf_counter() - started) * 1e3

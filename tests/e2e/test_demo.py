@@ -1,0 +1,203 @@
+"""The main job, whole: Pods in, and what the probe inside each real container saw out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Report = dict[str, Any]
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="device nodes, mounts and namespaces are root's"),
+    pytest.mark.skipif(shutil.which("runc") is None, reason="needs runc"),
+]
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "pods"
+COMMAND = [sys.executable, "-c", "import sys; from gpulet.commands.main import main; sys.exit(main())", "demo", "--json"]
+GPU_NODE = re.compile(r"/dev/nvidia\d+")
+
+BOTH = """
+apiVersion: v1
+kind: Pod
+metadata: {name: two}
+spec:
+  containers:
+    - {name: main, image: "pause:1", resources: {limits: {nvidia.com/gpu: 2}}}
+    - {name: side, image: "pause:1"}
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: one}
+spec:
+  containers:
+    - {name: main, image: "pause:1", resources: {limits: {nvidia.com/gpu: 1}}}
+"""
+
+
+def demo(*arguments: str, code: int = 0, env: dict[str, str] | None = None) -> Report:
+    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120, env=env)
+    assert result.returncode == code, result.stderr or result.stdout
+    report: Report = json.loads(result.stdout)
+    return report
+
+
+def containers(report: Report) -> dict[str, Report]:
+    return {f"{pod['name']}/{one['name']}": one for pod in report["pods"] for one in pod["containers"]}
+
+
+def gpu_nodes(container: Report) -> list[str]:
+    return [device for device in container["seen"]["devices"] if GPU_NODE.fullmatch(device)]
+
+
+def mounts(kind: str = "") -> list[str]:
+    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "gpulet-" in line]
+
+
+def test_examples() -> None:
+    before = set(Path("/tmp").glob("gpulet-*"))
+    report = demo()
+    assert report["ok"] and len(report["node"]["gpus"]) == 8
+    pods = {pod["name"]: pod for pod in report["pods"]}
+    found = containers(report)
+
+    two = found["two-gpus/main"]
+    assert len(two["allocated"]) == 2 and two["seen"]["nvml"] == two["allocated"] and len(gpu_nodes(two)) == 2
+    assert len(two["seen"]["denied"]) == 6
+    assert [step["step"] for step in two["steps"]] == [
+        "discovery",
+        "scheduling",
+        "configuration",
+        "initialisation",
+        "mounting",
+    ]
+
+    each = [found["one-each/trainer"], found["one-each/evaluator"]]
+    assert all(one["seen"]["nvml"] == one["allocated"] and len(one["allocated"]) == 1 for one in each)
+    assert each[0]["allocated"] != each[1]["allocated"]
+
+    assert found["no-gpu/main"]["seen"]["nvml"] == [] and found["no-gpu/main"]["seen"]["devices"] == []
+    assert len(found["legacy-trap/main"]["seen"]["nvml"]) == 8 and found["legacy-trap/main"]["allocated"] == []
+    guarded = found["legacy-guarded/main"]
+    assert guarded["seen"]["nvml"] == [] and guarded["seen"]["devices"] == [] and len(guarded["seen"]["denied"]) == 8
+    assert "kubelet" in guarded["reason"]
+
+    assert pods["fits-nowhere"]["phase"] == "Pending"
+    assert pods["fits-nowhere"]["message"] == "0/3 nodes are available: 3 Insufficient nvidia.com/mig-1g.10gb."
+    assert pods["nine-gpus"]["message"] == "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+
+    # nothing is left behind
+    assert set(Path("/tmp").glob("gpulet-*")) == before
+    assert not mounts()
+    assert not [path for mount in Path("/sys/fs/cgroup").glob("*") for path in mount.glob("gpulet-*")]
+
+
+MATRIX = list(
+    itertools.product(
+        ("envvar", "volume-mounts", "cdi-annotations", "cdi-cri"),
+        ("uuid", "index"),
+        ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+        ("runtime", "hook"),
+    )
+)
+
+
+@pytest.mark.parametrize(("strategy", "identify", "variable", "path"), MATRIX)
+def test_matrix(tmp_path: Path, strategy: str, identify: str, variable: str, path: str) -> None:
+    check_matrix(tmp_path, strategy, identify, variable, path)
+
+
+@pytest.mark.skipif(shutil.which("crun") is None, reason="needs crun")
+@pytest.mark.parametrize("strategy", ["envvar", "volume-mounts", "cdi-annotations", "cdi-cri", "envvar,cdi-cri"])
+def test_crun(tmp_path: Path, strategy: str) -> None:
+    check_matrix(tmp_path, strategy, "uuid", "NVIDIA_VISIBLE_DEVICES", "runtime", "--low-level", "crun")
+
+
+def check_matrix(tmp_path: Path, strategy: str, identify: str, variable: str, path: str, *more: str) -> None:
+    manifest = tmp_path / "pods.yaml"
+    manifest.write_text(BOTH)
+    arguments = ["--pod", str(manifest), "--strategy", strategy, "--identify", identify]
+    report = demo(*arguments, "--variable", variable, "--path", path, *more)
+    found = containers(report)
+    taken = set()
+    for name, count in (("two/main", 2), ("two/side", 0), ("one/main", 1)):
+        container = found[name]
+        assert len(container["allocated"]) == count
+        assert container["seen"]["nvml"] == container["allocated"]
+        assert len(gpu_nodes(container)) == count and len(container["seen"]["denied"]) == 8 - count
+        assert not taken & set(container["allocated"])
+        taken |= set(container["allocated"])
+        check_cuda_variable(container, strategy, identify, variable, path)
+
+
+def check_cuda_variable(container: Report, strategy: str, identify: str, variable: str, path: str) -> None:
+    """What CUDA reads inside must name the GPUs as they count there."""
+    count = len(container["allocated"])
+    if variable == "CUDA_VISIBLE_DEVICES" and count and not strategy.startswith("cdi"):
+        value = container["seen"]["env"]["CUDA_VISIBLE_DEVICES"]
+        if identify == "index":
+            assert value == ",".join(str(index) for index in range(count))
+        else:
+            assert sorted(value.split(",")) == sorted(container["allocated"])
+
+
+def test_a_pods_own_value_stands_over_the_plugins(tmp_path: Path) -> None:
+    """As seen on a real cluster with the peer's defaults; policy `kubelet` gives what was allocated."""
+    manifest = tmp_path / "pod.yaml"
+    manifest.write_text(
+        """
+apiVersion: v1
+kind: Pod
+metadata: {name: greedy}
+spec:
+  containers:
+    - name: main
+      image: "pause:1"
+      env: [{name: NVIDIA_VISIBLE_DEVICES, value: all}]
+      resources: {limits: {nvidia.com/gpu: 1}}
+"""
+    )
+    greedy = containers(demo("--pod", str(manifest)))["greedy/main"]
+    assert len(greedy["allocated"]) == 1 and len(greedy["seen"]["nvml"]) == 8
+    honest = containers(demo("--pod", str(manifest), "--policy", "kubelet"))["greedy/main"]
+    assert len(honest["allocated"]) == 1 and honest["seen"]["nvml"] == honest["allocated"]
+    assert len(honest["seen"]["denied"]) == 7
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_ended_in_the_middle(sent: signal.Signals) -> None:
+    """However the demo ends, no mount, process or control group outlives it (SIGKILL leaves its folder alone)."""
+    process = subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(1.2)
+    process.send_signal(sent)
+    process.wait(timeout=30)
+    assert not mounts()
+    if sent is not signal.SIGKILL:
+        assert not list(Path("/tmp").glob(f"gpulet-*-{process.pid}"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--strategy", "telepathy"], "--strategy"),
+        (["--profile", "no-such-profile"], "no-such-profile"),
+        (["--pod", "/nonexistent.yaml"], "/nonexistent.yaml"),
+        (["--path", "sideways"], "--path"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
+    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+    assert result.returncode in (1, 2)
+    assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1 and not result.stdout
