@@ -1,0 +1,272 @@
+"""What a simulated node is: its GPUs, how they are joined, its driver. Read from a profile, kept as `node.yaml`.
+
+A profile (profiles/*.yaml) says only what makes that machine special; what a model of GPU is comes from
+profiles/models.yaml, and identities (UUID, serial) are derived from the profile's name and the GPU's number, so that
+the same node comes out every time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gpulet.errors import ConfigError, UsageError
+
+PROFILES = Path(__file__).parent / "profiles"
+
+# nvmlGpuTopologyLevel_t, in the words of node/gpu.py
+LEVELS = {"board": 0, "switch": 10, "switches": 20, "host-bridge": 30, "numa": 40, "system": 50}
+# nvmlBrandType_t
+BRANDS = {"tesla": 2, "geforce": 5, "nvidia": 14}
+MAX_GPUS = 64
+
+
+@dataclass(frozen=True)
+class MigProfile:
+    """A kind of GPU instance that a model offers. kind: nvml.h's number; id: the driver's; memory in MiB; size and
+    starts in memory slices, of which a GPU has eight."""
+
+    name: str
+    kind: int
+    id: int
+    slices: int
+    count: int
+    sms: int
+    copy: int
+    decoders: int
+    jpeg: int
+    ofa: int
+    memory: int
+    size: int
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mig:
+    """A MIG device: compute instance `ci` of GPU instance `gi`, the one in NVML's place `slot` on its GPU."""
+
+    slot: int
+    uuid: str
+    profile: str
+    gi: int
+    ci: int
+    ci_slices: int
+    start: int
+
+
+@dataclass(frozen=True)
+class SimGpu:
+    """One GPU. bus_id: NVML's form, "00000000:1b:00.0"; memory in MiB; bridge and switch name the PCIe host bridge
+    and the PCIe switch above it, "" where it has none of its own; links: the far end of each NVLink, the number of a
+    GPU or "s" for an NVSwitch."""
+
+    index: int
+    minor: int
+    uuid: str
+    bus_id: str
+    model: str
+    name: str
+    brand: str
+    arch: str
+    memory: int
+    pci: tuple[str, str]
+    serial: str
+    numa: int = -1
+    bridge: str = ""
+    switch: str = ""
+    links: tuple[str, ...] = ()
+    mig_enabled: bool = False
+    mig: tuple[Mig, ...] = ()
+    lost: bool = False
+
+    @property
+    def proc_name(self) -> str:
+        """The GPU's folder in /proc/driver/nvidia/gpus: the PCI address with four digits for the domain."""
+        return self.bus_id[4:]
+
+
+@dataclass(frozen=True)
+class Description:
+    """One simulated node. platform: "discrete", "wsl" or "tegra"; majors: /proc/devices name -> character major."""
+
+    profile: str
+    driver: str
+    cuda: str
+    platform: str
+    gpus: tuple[SimGpu, ...]
+    imex: tuple[int, ...] = ()
+    cluster: str = ""
+    clique: int = 0
+    fabricmanager: bool = False
+    majors: dict[str, int] = field(default_factory=dict)
+
+    def level(self, first: SimGpu, second: SimGpu) -> int:
+        """The level of two GPUs' nearest common point, as nvmlGpuTopologyLevel_t."""
+        if first.index == second.index:
+            return LEVELS["board"]
+        if first.switch and first.switch == second.switch:
+            return LEVELS["switch"]
+        if first.bridge and first.bridge == second.bridge:
+            return LEVELS["host-bridge"]
+        return LEVELS["numa"] if first.numa == second.numa else LEVELS["system"]
+
+    def mig_profiles(self, gpu: SimGpu) -> dict[str, MigProfile]:
+        """The MIG profiles that a GPU's model offers, by name; empty where it can't do MIG."""
+        kinds = models().get(gpu.model, {}).get("mig", {})
+        return {
+            name: MigProfile(name=name, **{**facts, "starts": tuple(facts["starts"])}) for name, facts in kinds.items()
+        }
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain data for node.yaml."""
+        data: dict[str, Any] = _plain(asdict(self))
+        return data
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def from_data(data: dict[str, Any]) -> Description:
+    """The description that `to_data` wrote. ConfigError where it isn't one."""
+    try:
+        gpus = tuple(
+            SimGpu(
+                **{
+                    **gpu,
+                    "pci": tuple(gpu["pci"]),
+                    "links": tuple(gpu.get("links", ())),
+                    "mig": tuple(Mig(**mig) for mig in gpu.get("mig", ())),
+                }
+            )
+            for gpu in data["gpus"]
+        )
+        return Description(**{**data, "gpus": gpus, "imex": tuple(data.get("imex", ()))})
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            "node description can't be read", seen=error, wanted="what `gpulet sim create` writes"
+        ) from error
+
+
+_models: dict[str, Any] = {}
+
+
+def models() -> dict[str, Any]:
+    """What each model of GPU is: profiles/models.yaml."""
+    if not _models:
+        _models.update(_read(PROFILES / "models.yaml"))
+    return _models
+
+
+def profiles() -> list[str]:
+    """The names of the profiles that come with gpulet."""
+    return sorted(path.stem for path in PROFILES.glob("*.yaml") if path.stem != "models")
+
+
+def load_profile(profile: str, *, gpus: int | None = None, driver: str | None = None) -> Description:
+    """The node that a profile describes: one of `profiles()`, or the path of a file of the same form, or of a
+    node.yaml. gpus: how many to have, more than the profile's own repeat it on further PCI domains; driver: another
+    version of it.
+    """
+    path = Path(profile) if profile.endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
+    if not path.is_file() or path.stem == "models":
+        raise UsageError("unknown profile", seen=profile, wanted=f"one of {', '.join(profiles())}, or a YAML file")
+    data = _read(path)
+    if "profile" in data:  # a whole description, as in node.yaml or written by `gpulet sim capture`
+        return from_data(data)
+    if gpus is not None and not 0 <= gpus <= MAX_GPUS:
+        raise UsageError("--gpus out of range", seen=gpus, wanted=f"0 to {MAX_GPUS}")
+    rows = _rows(data["gpus"], gpus)
+    fabric = data.get("fabric", {})
+    name = path.stem
+    return Description(
+        profile=name,
+        driver=driver or str(data["driver"]),
+        cuda=str(data["cuda"]),
+        platform=data.get("platform", "discrete"),
+        gpus=tuple(_gpu(name, index, row, data, len(rows)) for index, row in enumerate(rows)),
+        imex=tuple(data.get("imex", ())),
+        cluster=fabric.get("cluster", ""),
+        clique=int(fabric.get("clique", 0)),
+        fabricmanager=bool(data.get("fabricmanager", False)),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} can't be read", seen=error) from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} is no node description", seen=type(data).__name__, wanted="a mapping")
+    return data
+
+
+def _rows(rows: list[dict[str, Any]], wanted: int | None) -> list[dict[str, Any]]:
+    if wanted is None:
+        return rows
+    made = []
+    for index in range(wanted):
+        turn, place = divmod(index, len(rows))
+        row = dict(rows[place])
+        if turn:
+            row["bus"] = f"{turn:04x}:" + row["bus"][-7:]
+            row.pop("minor", None)
+            for key in ("bridge", "switch"):
+                if key in row:
+                    row[key] = f"{row[key]}.{turn}"
+        made.append(row)
+    return made
+
+
+def _gpu(profile: str, index: int, row: dict[str, Any], data: dict[str, Any], count: int) -> SimGpu:
+    model = str(row.get("model", data.get("model")))
+    facts = models().get(model)
+    if facts is None:
+        raise ConfigError(f"profile {profile}: unknown model", seen=model, wanted=f"one of {', '.join(models())}")
+    bus = row["bus"]
+    return SimGpu(
+        index=index,
+        minor=row.get("minor", index),
+        uuid=f"GPU-{stable_uuid(profile, index)}",
+        bus_id=f"0000{bus}" if bus.count(":") == 2 else f"00000000:{bus}",
+        model=model,
+        name=facts["name"],
+        brand=facts["brand"],
+        arch=facts["arch"],
+        memory=facts["memory"],
+        pci=tuple(facts["pci"]),
+        serial=str(1650000000000 + int(hashlib.sha256(f"{profile}/{index}".encode()).hexdigest()[:8], 16)),
+        numa=row.get("numa", -1),
+        bridge=row.get("bridge", ""),
+        switch=row.get("switch", ""),
+        links=_links(index, data.get("nvlink", {}), count),
+    )
+
+
+def _links(index: int, nvlink: dict[str, Any], count: int) -> tuple[str, ...]:
+    if "switch" in nvlink:
+        return ("s",) * int(nvlink["switch"])
+    ends: list[str] = []
+    for pair, number in nvlink.get("mesh", {}).items():
+        first, second = (int(part) for part in pair.split("-"))
+        if index in (first, second):
+            other = second if index == first else first
+            if other < count:
+                ends += [str(other)] * number
+    return tuple(ends)
+
+
+def stable_uuid(*parts: object) -> str:
+    """A UUID (version 4 by its looks) that is the same for the same parts on every machine."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return str(uuid.UUID(bytes=digest[:16], version=4))

@@ -1,0 +1,187 @@
+"""Device nodes, and what the kernel module shows in /proc, under a root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpulet.errors import NodeError
+from gpulet.sim import nvmlfile
+from gpulet.sim.description import Description, SimGpu
+
+NVIDIA_MAJOR = 195  # Documentation/admin-guide/devices.txt
+CONTROL_MINOR, MODESET_MINOR = 255, 254
+DYNAMIC = ("nvidia-nvswitch", "nvidia-uvm", "nvidia-caps", "nvidia-caps-imex-channels")
+PARAMS = (
+    "ResmanDebugLevel: 4294967295\nModifyDeviceFiles: 1\nDeviceFileUID: 0\nDeviceFileGID: 0\nDeviceFileMode: 438\n"
+    "UsePageAttributeTable: 4294967295\nEnableMSI: 1\n"
+)
+
+
+def dynamic_majors(proc_devices: str) -> dict[str, int]:
+    """Character majors for the drivers that ask the kernel for any: the highest free ones below 512, as it gives
+    out once 234 to 254 are taken (Documentation/admin-guide/devices.txt)."""
+    used = {
+        int(words[0]) for line in proc_devices.splitlines() if len(words := line.split()) == 2 and words[0].isdigit()
+    }
+    free = (number for number in range(511, 383, -1) if number not in used)
+    return dict(zip(DYNAMIC, free, strict=False))
+
+
+def nodes(description: Description) -> Iterator[tuple[str, int, int]]:
+    """The character devices of a node: path below dev/, major, minor."""
+    majors = description.majors
+    if description.platform == "wsl":
+        yield "dxg", 10, 125
+        return
+    if description.platform == "tegra":
+        yield "nvmap", 10, 123
+        yield "nvhost-ctrl-gpu", majors["nvidia-uvm"], 0
+        return
+    yield "nvidiactl", NVIDIA_MAJOR, CONTROL_MINOR
+    yield "nvidia-modeset", NVIDIA_MAJOR, MODESET_MINOR
+    yield "nvidia-uvm", majors["nvidia-uvm"], 0
+    yield "nvidia-uvm-tools", majors["nvidia-uvm"], 1
+    for gpu in description.gpus:
+        yield f"nvidia{gpu.minor}", NVIDIA_MAJOR, gpu.minor
+    if any(description.mig_profiles(gpu) for gpu in description.gpus):
+        for _, minor in cap_files(description):
+            yield f"nvidia-caps/nvidia-cap{minor}", majors["nvidia-caps"], minor
+    for channel in description.imex:
+        yield f"nvidia-caps-imex-channels/channel{channel}", majors["nvidia-caps-imex-channels"], channel
+
+
+def cap_files(description: Description) -> Iterator[tuple[str, int]]:
+    """The capability files that are there now, below proc/driver/nvidia/capabilities/, and their nvidia-caps minor."""
+    yield "mig/config", nvmlfile.CONFIG_CAP
+    yield "mig/monitor", nvmlfile.MONITOR_CAP
+    for gpu in description.gpus:
+        for gi in sorted({mig.gi for mig in gpu.mig}):
+            yield f"gpu{gpu.minor}/mig/gi{gi}/access", nvmlfile.gi_cap(gpu.minor, gi)
+        for mig in gpu.mig:
+            yield f"gpu{gpu.minor}/mig/gi{mig.gi}/ci{mig.ci}/access", nvmlfile.ci_cap(gpu.minor, mig.gi, mig.ci)
+
+
+def lay_devices(root: Path, description: Description) -> bool:
+    """Make the device nodes, and take away those that are no longer wanted. False where only root may: then plain
+    files stand in their places. NodeError where the file system carries no device nodes."""
+    dev = root / "dev"
+    wanted = {dev / name: os.makedev(major, minor) for name, major, minor in nodes(description)}
+    for path in [*dev.glob("nvidia*"), *dev.glob("nvidia-caps*/*")]:
+        if path not in wanted and not path.is_dir():
+            path.unlink()
+    real = os.geteuid() == 0
+    if real and os.statvfs(root).f_flag & os.ST_NODEV:
+        raise NodeError(
+            f"{root} lies on a file system mounted nodev",
+            wanted="one on which device nodes can be opened",
+            remedy="choose another folder",
+        )
+    for path, number in wanted.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and (not real or path.stat().st_rdev == number):
+            continue
+        path.unlink(missing_ok=True)
+        try:
+            if not real:
+                raise PermissionError
+            os.mknod(path, stat.S_IFCHR | 0o666, number)
+        except PermissionError:
+            real = False
+            path.touch()
+        path.chmod(0o666)  # whatever the umask
+    return real
+
+
+def lay_proc(root: Path, description: Description) -> None:
+    """Write what the kernel module shows: proc/driver/nvidia, proc/driver/nvidia-caps, proc/devices."""
+    proc = root / "proc"
+    shutil.rmtree(proc / "driver", ignore_errors=True)
+    (proc / "driver").mkdir(parents=True)
+    (proc / "devices").write_text(_proc_devices(description))
+    if description.platform != "discrete":
+        return
+    nvidia = proc / "driver/nvidia"
+    nvidia.mkdir()
+    (nvidia / "version").write_text(
+        f"NVRM version: NVIDIA UNIX {os.uname().machine} Kernel Module  {description.driver}"
+        "  Thu Jan 23 10:00:00 UTC 2025\nGCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
+    )
+    (nvidia / "params").write_text(PARAMS)
+    (nvidia / "registry").write_text('Binary: ""\n')
+    for gpu in description.gpus:
+        folder = nvidia / "gpus" / gpu.proc_name
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(_information(gpu))
+        (folder / "registry").write_text('Binary: ""\n')
+        if description.mig_profiles(gpu):
+            (nvidia / f"capabilities/gpu{gpu.minor}/mig").mkdir(parents=True)
+    if any(description.mig_profiles(gpu) for gpu in description.gpus):
+        for name, minor in cap_files(description):
+            path = nvidia / "capabilities" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"DeviceFileMinor: {minor}\nDeviceFileMode: 438\nDeviceFileModify: 1\n")
+        (proc / "driver/nvidia-caps").mkdir()
+        (proc / "driver/nvidia-caps/mig-minors").write_text("".join(_mig_minors(description)))
+
+
+def lay_sys(root: Path, description: Description) -> None:
+    """Write what the kernel's PCI code shows of the GPUs: sys/bus/pci/devices/<address>."""
+    folder = root / "sys/bus/pci/devices"
+    shutil.rmtree(folder, ignore_errors=True)
+    if description.platform != "discrete":
+        return
+    for gpu in description.gpus:
+        device = folder / gpu.proc_name
+        device.mkdir(parents=True)
+        facts = {
+            "vendor": "0x10de",
+            "device": f"0x{gpu.pci[0][:4]}",
+            "subsystem_vendor": "0x10de",
+            "subsystem_device": f"0x{gpu.pci[1][:4]}",
+            "class": "0x030200",  # a 3D controller
+            "numa_node": str(gpu.numa),
+        }
+        for name, text in facts.items():
+            (device / name).write_text(f"{text}\n")
+
+
+def _information(gpu: SimGpu) -> str:
+    lines = (
+        f"Model: \t\t {gpu.name}",
+        f"IRQ:   \t\t {64 + gpu.index}",
+        f"GPU UUID: \t {gpu.uuid}",
+        "Video BIOS: \t 96.00.74.00.01",
+        "Bus Type: \t PCIe",
+        "DMA Size: \t 52 bits",
+        "DMA Mask: \t 0xfffffffffffff",
+        f"Bus Location: \t {gpu.proc_name}",
+        f"Device Minor: \t {gpu.minor}",
+        "GPU Excluded:\t No",
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _mig_minors(description: Description) -> Iterator[str]:
+    """All capabilities there can be, for the GPUs that can do MIG: the file doesn't change with the MIG layout."""
+    yield f"config {nvmlfile.CONFIG_CAP}\n"
+    yield f"monitor {nvmlfile.MONITOR_CAP}\n"
+    for gpu in description.gpus:
+        if not description.mig_profiles(gpu):
+            continue
+        for gi in range(nvmlfile.GIS):
+            yield f"gpu{gpu.minor}/gi{gi}/access {nvmlfile.gi_cap(gpu.minor, gi)}\n"
+            for ci in range(nvmlfile.CIS):
+                yield f"gpu{gpu.minor}/gi{gi}/ci{ci}/access {nvmlfile.ci_cap(gpu.minor, gi, ci)}\n"
+
+
+def _proc_devices(description: Description) -> str:
+    rows = [(1, "mem"), (5, "/dev/tty"), (10, "misc"), (136, "pts")]
+    if description.platform == "discrete":
+        rows += [(NVIDIA_MAJOR, name) for name in ("nvidia", "nvidia-modeset", "nvidiactl")]
+        rows += [(major, name) for name, major in description.majors.items()]
+    characters = "".join(f"{major:3d} {name}\n" for major, name in sorted(rows))
+    return f"Character devices:\n{characters}\nBlock devices:\n  7 loop\n259 blkext\n"

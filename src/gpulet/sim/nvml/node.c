@@ -1,0 +1,442 @@
+#define _GNU_SOURCE
+#include "node.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <link.h>
+#include <linux/stat.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Behind the library's ELF image stand the description, its length (8 bytes, little endian) and this mark. */
+static const char MARK[8] = {'G', 'P', 'U', 'L', 'E', 'T', 'S', '1'};
+
+struct node node;
+int initialised;
+
+static char *description; /* NULL until read */
+static size_t description_size;
+static struct { uint64_t size, seconds, nanoseconds, inode; } control_seen;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+
+void lock(void) { pthread_mutex_lock(&mutex); }
+void unlock(void) { pthread_mutex_unlock(&mutex); }
+
+int leave(int code)
+{
+    unlock();
+    return code;
+}
+
+int copy_text(char *to, unsigned size, const char *text)
+{
+    size_t need = strlen(text) + 1;
+    if (!to)
+        return INVALID_ARGUMENT;
+    if (need > size)
+        return INSUFFICIENT_SIZE;
+    memcpy(to, text, need);
+    return SUCCESS;
+}
+
+/* --- the description's grammar: "node KEY VALUE..." and "gpu N KEY VALUE...", words apart by one blank --- */
+
+static const char *word(const char **at)
+{
+    static char buffer[4096];
+    size_t size = 0;
+    while (**at == ' ')
+        ++*at;
+    while (**at && **at != ' ' && size + 1 < sizeof buffer)
+        buffer[size++] = *(*at)++;
+    buffer[size] = 0;
+    return buffer;
+}
+
+/* Not strtol or sscanf: recent headers turn those into names that older C libraries lack. */
+static uint64_t number_of(const char *text, unsigned base)
+{
+    uint64_t value = 0;
+    for (; *text; text++) {
+        unsigned digit = *text <= '9' ? (unsigned)(*text - '0') : (unsigned)((*text | 32) - 'a' + 10);
+        if (digit >= base)
+            break;
+        value = value * base + digit;
+    }
+    return value;
+}
+
+static uint64_t number(const char **at) { return number_of(word(at), 10); }
+static unsigned hexadecimal(const char **at) { return (unsigned)number_of(word(at), 16); }
+
+static void rest(char *to, size_t size, const char *at)
+{
+    while (*at == ' ')
+        at++;
+    copy_text(to, (unsigned)size, at);
+}
+
+static void node_line(const char *at)
+{
+    const char *key = word(&at);
+    if (!strcmp(key, "driver"))
+        rest(node.driver, sizeof node.driver, at);
+    else if (!strcmp(key, "nvml"))
+        rest(node.nvml, sizeof node.nvml, at);
+    else if (!strcmp(key, "control"))
+        rest(node.control, sizeof node.control, at);
+    else if (!strcmp(key, "cuda"))
+        node.cuda = (unsigned)number(&at);
+    else if (!strcmp(key, "wsl"))
+        node.wsl = (int)number(&at);
+    else if (!strcmp(key, "fabric")) {
+        node.fabric_state = (int)number(&at);
+        node.clique = (unsigned)number(&at);
+        rest(node.fabric, sizeof node.fabric, at);
+    } else if (!strcmp(key, "fails"))
+        node.init_code = (int)number(&at);
+    else if (!strcmp(key, "takes"))
+        node.init_ms = (unsigned)number(&at);
+}
+
+static void set_bus(struct gpu *gpu, const char *at)
+{
+    char text[32] = "";
+    rest(text, sizeof text, at);
+    for (size_t i = 0; i < sizeof text; i++) /* NVML writes capitals, the kernel small letters */
+        gpu->bus[i] = (char)(text[i] >= 'a' && text[i] <= 'f' ? text[i] - 32 : text[i]);
+    gpu->bus_domain = (unsigned)number_of(text, 16);
+    if (strlen(text) >= 14) { /* 00000000:19:00.0 */
+        gpu->bus_bus = (unsigned)number_of(text + 9, 16);
+        gpu->bus_device = (unsigned)number_of(text + 12, 16);
+    }
+}
+
+static void add_profile(struct gpu *gpu, const char *at)
+{
+    struct profile made = {.used = 1, .kind = (unsigned)number(&at)};
+    if (made.kind >= MAX_PROFILES)
+        return;
+    unsigned *fields[] = {&made.id,       &made.slices,   &made.count, &made.sms, &made.copy,
+                          &made.decoders, &made.encoders, &made.jpeg,  &made.ofa, &made.size};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        *fields[i] = (unsigned)number(&at);
+    made.memory_mib = number(&at);
+    rest(made.name, sizeof made.name, at);
+    gpu->profiles[made.kind] = made;
+}
+
+static void add_mig(struct gpu *gpu, const char *at)
+{
+    unsigned slot = (unsigned)number(&at);
+    struct mig made = {.used = 1, .gpu = gpu_number(gpu), .slot = (int)slot};
+    if (slot >= MAX_MIG)
+        return;
+    copy_text(made.uuid, sizeof made.uuid, word(&at));
+    unsigned *fields[] = {&made.gi,   &made.ci,     &made.gi_profile, &made.ci_slices, &made.start,
+                          &made.size, &made.gi_cap, &made.ci_cap};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        *fields[i] = (unsigned)number(&at);
+    gpu->mig[slot] = made;
+}
+
+static void add_fault(int gpu, const char *at)
+{
+    struct fault *grown = realloc(node.faults, (node.fault_count + 1) * sizeof *grown);
+    if (!grown)
+        return;
+    struct fault made = {.gpu = gpu, .xid = (unsigned)number(&at), .gi = UINT32_MAX, .ci = UINT32_MAX};
+    if (*at) {
+        made.gi = (unsigned)number(&at);
+        made.ci = (unsigned)number(&at);
+    }
+    node.faults = grown;
+    node.faults[node.fault_count++] = made;
+}
+
+static void gpu_line(const char *at)
+{
+    unsigned index = (unsigned)number(&at);
+    if (index >= MAX_GPUS)
+        return;
+    struct gpu *gpu = &node.gpus[index];
+    const char *key = word(&at);
+    gpu->used = 1;
+    if (!strcmp(key, "minor"))
+        gpu->minor = (unsigned)number(&at);
+    else if (!strcmp(key, "uuid"))
+        rest(gpu->uuid, sizeof gpu->uuid, at);
+    else if (!strcmp(key, "name"))
+        rest(gpu->name, sizeof gpu->name, at);
+    else if (!strcmp(key, "serial"))
+        rest(gpu->serial, sizeof gpu->serial, at);
+    else if (!strcmp(key, "board"))
+        rest(gpu->board, sizeof gpu->board, at);
+    else if (!strcmp(key, "vbios"))
+        rest(gpu->vbios, sizeof gpu->vbios, at);
+    else if (!strcmp(key, "bus"))
+        set_bus(gpu, at);
+    else if (!strcmp(key, "pci")) {
+        gpu->pci_device = hexadecimal(&at);
+        gpu->pci_subsystem = hexadecimal(&at);
+    } else if (!strcmp(key, "brand"))
+        gpu->brand = (unsigned)number(&at);
+    else if (!strcmp(key, "arch")) {
+        gpu->arch_major = (unsigned)number(&at);
+        gpu->arch_minor = (unsigned)number(&at);
+    } else if (!strcmp(key, "memory"))
+        gpu->memory = number(&at);
+    else if (!strcmp(key, "levels"))
+        for (int i = 0; *at && i < MAX_GPUS; i++)
+            gpu->levels[i] = (int)number(&at);
+    else if (!strcmp(key, "links"))
+        for (gpu->link_count = 0; *at && gpu->link_count < MAX_LINKS; gpu->link_count++) {
+            const char *end = word(&at);
+            gpu->links[gpu->link_count] = *end == 's' ? LINK_SWITCH : (int)number_of(end, 10);
+        }
+    else if (!strcmp(key, "mode"))
+        gpu->mig_mode = (int)number(&at);
+    else if (!strcmp(key, "profile"))
+        add_profile(gpu, at);
+    else if (!strcmp(key, "nomig"))
+        memset(gpu->mig, 0, sizeof gpu->mig);
+    else if (!strcmp(key, "mig"))
+        add_mig(gpu, at);
+    else if (!strcmp(key, "xid"))
+        add_fault((int)index, at);
+    else if (!strcmp(key, "lost"))
+        gpu->lost = 1;
+    else if (!strcmp(key, "found"))
+        gpu->lost = 0;
+    else if (!strcmp(key, "recovery"))
+        gpu->recovery = (unsigned)number(&at);
+}
+
+static void parse(const char *text, size_t size)
+{
+    char line[4096];
+    for (const char *end = text + size; text < end;) {
+        const char *stop = memchr(text, '\n', (size_t)(end - text));
+        if (!stop)
+            return; /* a line still being written */
+        size_t length = (size_t)(stop - text);
+        if (length < sizeof line) {
+            memcpy(line, text, length);
+            line[length] = 0;
+            const char *at = line;
+            const char *kind = word(&at);
+            if (!strcmp(kind, "gpu"))
+                gpu_line(at);
+            else if (!strcmp(kind, "node"))
+                node_line(at);
+        }
+        text = stop + 1;
+    }
+}
+
+/* --- where the description comes from --- */
+
+static int find_self(struct dl_phdr_info *info, size_t size, void *path)
+{
+    (void)size;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        uintptr_t start = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
+        uintptr_t here = (uintptr_t)&find_self;
+        if (info->dlpi_phdr[i].p_type == PT_LOAD && here >= start && here < start + info->dlpi_phdr[i].p_memsz) {
+            copy_text(path, 4096, info->dlpi_name);
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static char *read_file(const char *path, size_t *size)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return NULL;
+    off_t length = lseek(fd, 0, SEEK_END);
+    char *bytes = length < 0 ? NULL : malloc((size_t)length + 1);
+    size_t done = 0;
+    while (bytes && done < (size_t)length) {
+        ssize_t got = pread(fd, bytes + done, (size_t)length - done, (off_t)done);
+        if (got <= 0)
+            break;
+        done += (size_t)got;
+    }
+    close(fd);
+    *size = done;
+    return bytes;
+}
+
+/* The folder above the last lib, lib32 or lib64 in the library's path, and above usr where that comes before it;
+ * the machine's root where no dev folder is there, as when the driver's files were mounted at a place of their own. */
+static void set_root(const char *path)
+{
+    size_t end = 0;
+    for (const char *at = path; (at = strchr(at, '/')); at++) {
+        size_t length = strcspn(at + 1, "/");
+        int is_lib = (length == 3 && !memcmp(at + 1, "lib", 3)) ||
+                     (length == 5 && (!memcmp(at + 1, "lib64", 5) || !memcmp(at + 1, "lib32", 5)));
+        if (is_lib && at[1 + length] == '/')
+            end = (size_t)(at - path);
+    }
+    if (end >= 4 && !memcmp(path + end - 4, "/usr", 4))
+        end -= 4;
+    char dev[4096 + 8];
+    snprintf(dev, sizeof dev, "%.*s/dev", (int)end, path);
+    if (access(dev, F_OK))
+        end = 0;
+    memcpy(node.root, path, end);
+    node.root[end] = 0;
+}
+
+static int read_description(void)
+{
+    char path[4096] = "";
+    size_t size = 0;
+    uint64_t length = 0;
+    dl_iterate_phdr(find_self, path);
+    char *file = read_file(path, &size);
+    if (file && size > 16 && !memcmp(file + size - 8, MARK, 8))
+        memcpy(&length, file + size - 16, 8);
+    if (!length || length > size - 16) {
+        free(file);
+        return -1;
+    }
+    description_size = (size_t)length;
+    description = malloc(description_size);
+    if (description)
+        memcpy(description, file + size - 16 - description_size, description_size);
+    free(file);
+    if (!description)
+        return -1;
+    set_root(path);
+    return 0;
+}
+
+/* Start again from the description and play the control file over it. Handles stay good: they point into `node`,
+ * and what a process may see was settled when it initialised NVML. */
+static void replay(void)
+{
+    struct { int visible, shown_index; } before[MAX_GPUS];
+    for (int i = 0; i < MAX_GPUS; i++) {
+        before[i].visible = node.gpus[i].visible;
+        before[i].shown_index = node.gpus[i].shown_index;
+    }
+    memset(node.gpus, 0, sizeof node.gpus);
+    for (int i = 0; i < MAX_GPUS; i++) {
+        node.gpus[i].mig_mode = -1;
+        node.gpus[i].visible = before[i].visible;
+        node.gpus[i].shown_index = before[i].shown_index;
+    }
+    node.init_code = 0;
+    node.init_ms = 0;
+    node.fault_count = 0;
+    parse(description, description_size);
+    copy_text(node.library, sizeof node.library, node.driver);
+    if (*node.control) {
+        size_t size = 0;
+        char *text = read_file(node.control, &size);
+        if (text)
+            parse(text, size);
+        free(text);
+    }
+}
+
+int node_refresh(void)
+{
+    int first = !description;
+    if (first) {
+        if (read_description())
+            return -1;
+        replay();
+    }
+    struct statx now = {0};
+    /* Through syscall(): stat() became a symbol of its own in glibc 2.33 only, and statx() in 2.28. */
+    syscall(SYS_statx, AT_FDCWD, node.control, 0, STATX_SIZE | STATX_MTIME | STATX_INO, &now);
+    if (now.stx_size != control_seen.size || (uint64_t)now.stx_mtime.tv_sec != control_seen.seconds ||
+        now.stx_mtime.tv_nsec != control_seen.nanoseconds || now.stx_ino != control_seen.inode) {
+        control_seen.size = now.stx_size;
+        control_seen.seconds = (uint64_t)now.stx_mtime.tv_sec;
+        control_seen.nanoseconds = now.stx_mtime.tv_nsec;
+        control_seen.inode = now.stx_ino;
+        replay();
+    }
+    return 0;
+}
+
+/* --- what this process may see --- */
+
+int node_may_open(const char *name, unsigned number)
+{
+    char path[4096 + 64];
+    snprintf(path, sizeof path, "%s/dev/%s%u", node.root, name, number);
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (fd >= 0) {
+        close(fd);
+        return 1;
+    }
+    return errno != EPERM && errno != EACCES && errno != ENOENT && errno != ENOTDIR;
+}
+
+void node_look(void)
+{
+    int shown = 0;
+    for (int i = 0; i < MAX_GPUS; i++) {
+        struct gpu *gpu = &node.gpus[i];
+        gpu->visible = gpu->used && (node.wsl || node_may_open("nvidia", gpu->minor));
+        gpu->shown_index = gpu->visible ? shown++ : -1;
+    }
+}
+
+struct gpu *node_shown(unsigned index)
+{
+    for (int i = 0; i < MAX_GPUS; i++)
+        if (node.gpus[i].visible && (unsigned)node.gpus[i].shown_index == index)
+            return &node.gpus[i];
+    return NULL;
+}
+
+unsigned node_shown_count(void)
+{
+    unsigned count = 0;
+    for (int i = 0; i < MAX_GPUS; i++)
+        count += node.gpus[i].visible != 0;
+    return count;
+}
+
+int gpu_number(const struct gpu *gpu) { return (int)(gpu - node.gpus); }
+
+struct gpu *as_gpu(void *handle)
+{
+    for (int i = 0; i < MAX_GPUS; i++)
+        if (handle == &node.gpus[i] && node.gpus[i].visible)
+            return &node.gpus[i];
+    return NULL;
+}
+
+struct mig *as_mig(void *handle)
+{
+    for (int i = 0; i < MAX_GPUS; i++)
+        for (int j = 0; j < MAX_MIG; j++)
+            if (handle == &node.gpus[i].mig[j] && node.gpus[i].visible && node.gpus[i].mig[j].used)
+                return &node.gpus[i].mig[j];
+    return NULL;
+}
+
+struct profile *mig_profile(const struct mig *mig)
+{
+    return &node.gpus[mig->gpu].profiles[mig->gi_profile % MAX_PROFILES];
+}
+
+/* A MIG device needs both of its capability nodes, as with the real driver. */
+int mig_visible(const struct mig *mig)
+{
+    return mig->used && node_may_open("nvidia-caps/nvidia-cap", mig->gi_cap) &&
+           node_may_open("nvidia-caps/nvidia-cap", mig->ci_cap);
+}
