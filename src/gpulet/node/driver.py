@@ -67,7 +67,7 @@ def _listing(root: str, folder: str) -> dict[str, bool]:
         return {}
 
 
-def _cached_folders(root: str, ldcache: str) -> list[str]:
+def cached_folders(root: str, ldcache: str = "") -> list[str]:
     """Folders that the root's loader cache gives for the driver's libraries.
 
     The paths are searched for as bytes: parsing the cache would take longer than all the rest.
@@ -93,7 +93,7 @@ class _Search:
         self.root = root
         machine = os.uname().machine
         self.triplet, self.triplet32 = table.TRIPLETS.get(machine, (f"{machine}-linux-gnu", ""))
-        self.wanted = [*_cached_folders(root, ldcache), *self._known(table.FOLDERS_64), *map(self._inside, search)]
+        self.wanted = [*cached_folders(root, ldcache), *self._known(table.FOLDERS_64), *map(self._inside, search)]
         self.listings: dict[str, dict[str, bool]] = {}
 
     def _inside(self, folder: str) -> str:

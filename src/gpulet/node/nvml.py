@@ -1,0 +1,258 @@
+"""Facts about the node through NVML, and the session that the daemon keeps for its health events.
+
+Each error stays with the device that it concerns: a GPU that can't be asked becomes a Lost beside the healthy ones.
+Not for the programs in launch/: initialising NVML takes seconds on a node whose driver isn't kept loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import pynvml
+
+from gpulet.errors import NodeError, NvmlError
+from gpulet.node import devices, nvml_errors, nvml_library
+from gpulet.node.gpu import Gpu, Lost, MigDevice, NodeFacts
+from gpulet.node.nvml_links import all_links
+from gpulet.node.nvml_mig import GONE, mig_devices
+from gpulet.node.paths import below
+from gpulet.node.procfs import CapMinors, nvml_bus_id, pci_name, proc_root, read_text, sys_root
+from gpulet.value import Value
+
+T = TypeVar("T")
+
+ALL_INSTANCES = 0xFFFFFFFF  # an event that concerns no particular MIG instance
+
+# nvmlBrandType_t, with the words that nvidia-smi and NVIDIA_REQUIRE_BRAND use
+_BRANDS = {
+    1: "Quadro", 2: "Tesla", 3: "NVS", 4: "GRID", 5: "GeForce", 6: "Titan", 7: "NvidiaVApps", 8: "NvidiaVPC",
+    9: "NvidiaVCS", 10: "NvidiaVWS", 11: "NvidiaCloudGaming", 12: "QuadroRTX", 13: "NvidiaRTX", 14: "Nvidia",
+    15: "GeForceRTX", 16: "TitanRTX",
+}  # fmt: skip
+
+
+class Event(Value):
+    """One NVML event. kind: nvmlEventType bits (8 is an Xid); data: the Xid's number; gi, ci: the MIG instances
+    concerned, -1 where it concerns the whole GPU. uuid is the GPU's, "" where even that couldn't be had.
+    """
+
+    uuid: str
+    kind: int
+    data: int
+    gi: int = -1
+    ci: int = -1
+
+
+def text_of(error: pynvml.NVMLError) -> str:
+    """NVML's own words for an error, without the library's help where that isn't loaded."""
+    return str(error)
+
+
+def ask(default: T, function: Callable[..., T], *arguments: object) -> T:
+    """The answer, or `default` where this GPU or library doesn't know the question. A lost GPU's error goes through."""
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError as error:
+        if error.value in GONE:
+            raise
+        return default
+
+
+def _decode(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _arch(handle: Any) -> str:
+    pair = ask(None, pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return f"{pair[0]}.{pair[1]}" if pair else ""
+
+
+def _numa(sysfs: str, bus_id: str, handle: Any) -> int:
+    text = (read_text(below(sysfs, f"/sys/bus/pci/devices/{pci_name(bus_id)}/numa_node")) or "").strip()
+    if text.lstrip("-").isdigit():
+        return max(int(text), -1)
+    node: int = ask(-1, pynvml.nvmlDeviceGetNumaNodeId, handle)
+    return node if 0 <= node < 1 << 16 else -1
+
+
+def _memory(handle: Any) -> int:
+    info = ask(None, pynvml.nvmlDeviceGetMemoryInfo, handle)
+    return int(info.total) if info else 0
+
+
+class _Look:
+    """One look at all GPUs of one root."""
+
+    def __init__(self, root: str, dev_root: str) -> None:
+        self.sysfs, self.proc = sys_root(root), proc_root(root)
+        self.dev = devices.choose_dev_root(root, dev_root)
+        self.minors = CapMinors(self.proc)
+
+    def gpu(self, index: int) -> tuple[Gpu, Any]:
+        """One GPU and its handle. Raises NVMLError where it can't be named."""
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = _decode(pynvml.nvmlDeviceGetUUID(handle))
+        minor = int(pynvml.nvmlDeviceGetMinorNumber(handle))
+        bus_id = nvml_bus_id(_decode(pynvml.nvmlDeviceGetPciInfo(handle).busId))
+        mode = ask(None, pynvml.nvmlDeviceGetMigMode, handle)
+        drm, drm_links = devices.drm_of(self.sysfs, self.dev, pci_name(bus_id))
+        gpu = Gpu(
+            index,
+            minor,
+            uuid,
+            bus_id,
+            name=_decode(ask("", pynvml.nvmlDeviceGetName, handle)),
+            brand=_BRANDS.get(ask(0, pynvml.nvmlDeviceGetBrand, handle), ""),
+            arch=_arch(handle),
+            memory=_memory(handle),
+            numa=_numa(self.sysfs, bus_id, handle),
+            serial=_decode(ask("", pynvml.nvmlDeviceGetSerial, handle)),
+            mig_capable=mode is not None,
+            mig_enabled=bool(mode and mode[0]),
+            drm=drm,
+            drm_links=drm_links,
+        )
+        return gpu.replace(mig=self._mig(gpu, handle)), handle
+
+    def _mig(self, gpu: Gpu, handle: Any) -> tuple[MigDevice, ...]:
+        return mig_devices(gpu, handle, self.minors) if gpu.mig_enabled else ()
+
+    def all(self) -> tuple[list[tuple[Gpu, Any]], list[Lost]]:
+        found, lost = [], []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                found.append(self.gpu(index))
+            except pynvml.NVMLError as error:
+                lost.append(_lost(index, error))
+        return found, lost
+
+
+def _lost(index: int, error: pynvml.NVMLError) -> Lost:
+    """What can still be said of a GPU that can't be asked."""
+    bus_id = uuid = ""
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        bus_id = nvml_bus_id(_decode(pynvml.nvmlDeviceGetPciInfo(handle).busId))
+        uuid = _decode(pynvml.nvmlDeviceGetUUID(handle))
+    except pynvml.NVMLError:
+        pass  # then that is all there is
+    return Lost(index, f"{text_of(error)} (NVML {error.value})", bus_id, uuid)
+
+
+class Session:
+    """NVML, initialised beneath one driver root until closed. Use as a context manager.
+
+    Raises NvmlError where it can't start: `code` is NVML's, 12 where the library isn't there.
+    """
+
+    def __init__(self, root: str = "/") -> None:
+        self.root = root or "/"
+        self._events: Any = None
+        self._handles: dict[str, Any] = {}
+        self.library = nvml_library.use(self.root)
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise nvml_errors.init_failed(error.value, text_of(error), self.root, self.library) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the events and shut NVML down; the library stays loaded."""
+        nvml_library.use(self.root)
+        events, self._events = self._events, None
+        for function, arguments in ((pynvml.nvmlEventSetFree, (events,)), (pynvml.nvmlShutdown, ())):
+            if function is pynvml.nvmlShutdown or events is not None:
+                try:
+                    function(*arguments)
+                except pynvml.NVMLError:
+                    pass  # nothing is lost by a shutdown that fails
+
+    def facts(self, dev_root: str = "", *, links: bool = True) -> NodeFacts:
+        """What NVML knows now. links: also how GPUs reach each other, which takes a call for each pair."""
+        nvml_library.use(self.root)
+        look = _Look(self.root, dev_root)
+        try:
+            found, lost = look.all()
+        except pynvml.NVMLError as error:
+            raise NvmlError("NVML can't count the GPUs", code=error.value, seen=text_of(error)) from error
+        gpus = all_links(found) if links else [gpu for gpu, _handle in found]
+        cuda: int = ask(0, pynvml.nvmlSystemGetCudaDriverVersion)
+        return NodeFacts(
+            tuple(gpus),
+            "nvml",
+            driver=_decode(ask("", pynvml.nvmlSystemGetDriverVersion)),
+            cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
+            lost=tuple(lost),
+            majors=devices.parse_majors(read_text(below(look.proc, "/proc/devices")) or ""),
+            imex=devices.imex_channels(look.dev),
+            nodes=devices.scan(look.dev, [name for gpu in gpus for name in gpu.drm]),
+            mig_minors=(look.minors.of("config"), look.minors.of("monitor")),
+            dev_root=look.dev,
+            nvml=_decode(ask("", pynvml.nvmlSystemGetNVMLVersion)),
+        )
+
+    # -- health --
+
+    def watch(self, uuids: Iterable[str], mask: int = 8) -> dict[str, str]:
+        """Have these GPUs' events delivered to `wait`. Gives, for each UUID that can't be watched, why.
+
+        mask: nvmlEventType bits, by default critical Xids; of them each GPU's supported ones are registered.
+        """
+        nvml_library.use(self.root)
+        if self._events is None:
+            self._events = pynvml.nvmlEventSetCreate()
+        refused = {}
+        for uuid in uuids:
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                pynvml.nvmlDeviceRegisterEvents(
+                    handle, mask & pynvml.nvmlDeviceGetSupportedEventTypes(handle), self._events
+                )
+            except pynvml.NVMLError as error:
+                refused[uuid] = f"{text_of(error)} (NVML {error.value})"
+        return refused
+
+    def wait(self, timeout_ms: int) -> Event | None:
+        """The next event, None after `timeout_ms` without one. Raises NvmlError where NVML can't wait."""
+        nvml_library.use(self.root)
+        if self._events is None:
+            raise NodeError("no GPU is being watched", remedy="call watch() before wait()")
+        try:
+            data = pynvml.nvmlEventSetWait_v2(self._events, timeout_ms)
+        except pynvml.NVMLError as error:
+            if error.value == pynvml.NVML_ERROR_TIMEOUT:
+                return None
+            raise NvmlError("NVML can't wait for events", code=error.value, seen=text_of(error)) from error
+        try:
+            uuid = _decode(pynvml.nvmlDeviceGetUUID(data.device))
+        except pynvml.NVMLError:
+            uuid = ""
+        gi, ci = (-1 if number == ALL_INSTANCES else number for number in (data.gpuInstanceId, data.computeInstanceId))
+        return Event(uuid, int(data.eventType), int(data.eventData), gi, ci)
+
+    def state(self, uuid: str) -> str:
+        """ "" where the GPU answers, else why it doesn't: for noticing that it is lost, or back."""
+        nvml_library.use(self.root)
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            pynvml.nvmlDeviceGetMemoryInfo(handle)
+        except pynvml.NVMLError as error:
+            if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED:
+                return ""
+            return f"{text_of(error)} (NVML {error.value})"
+        return ""
+
+
+def facts(root: str = "/", dev_root: str = "", *, links: bool = True) -> NodeFacts:
+    """Facts through NVML, initialised and shut down around them. Raises NvmlError where NVML can't start."""
+    with Session(root) as session:
+        return session.facts(dev_root, links=links)

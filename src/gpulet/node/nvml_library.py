@@ -1,0 +1,62 @@
+"""Find libnvidia-ml.so.1 beneath a driver root and make nvidia-ml-py use that very file."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from threading import RLock
+
+import pynvml
+
+from gpulet.node import driver_table as table
+from gpulet.node import nvml_errors
+from gpulet.node.driver import cached_folders
+from gpulet.node.paths import below, resolve
+
+SONAME = "libnvidia-ml.so.1"
+_lock = RLock()
+_used = ""
+
+
+def candidates(root: str) -> list[str]:
+    """Every path below `root` where the library may be, in the order tried."""
+    machine = os.uname().machine
+    triplet, _ = table.TRIPLETS.get(machine, (f"{machine}-linux-gnu", ""))
+    folders = [*cached_folders(root), *(pattern.format(triplet=triplet) for pattern in table.FOLDERS_64)]
+    return [f"{folder}/{SONAME}" for folder in dict.fromkeys(folders)]
+
+
+def locate(root: str) -> str:
+    """The library's host path, links followed beneath the root; the bare soname where it isn't found beneath "/".
+
+    Raises NvmlError (12) where it isn't beneath another root: the loader's path would give some other tree's library.
+    """
+    looked = candidates(root)
+    for path in looked:
+        real = below(root, resolve(root, path))
+        if os.path.isfile(real):
+            return real
+    if root in ("", "/"):
+        return SONAME
+    raise nvml_errors.library_not_found(root, [below(root, path) for path in looked])
+
+
+def use(root: str) -> str:
+    """Load the root's library and have nvidia-ml-py call it; the path that was loaded.
+
+    nvidia-ml-py loads by soname and keeps what it got for the life of the process. It is given the library by
+    absolute path instead, so that what is asked is this root's, also where a process looks at several roots.
+    """
+    global _used
+    path = locate(root)
+    with _lock:
+        if path != _used:
+            try:
+                library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                looked = [below(root, name) for name in candidates(root)]
+                raise nvml_errors.library_not_found(root, [*looked, f"{path} ({error})"]) from error
+            pynvml._nvmlGetFunctionPointer_cache.clear()
+            pynvml.nvmlLib = library
+            _used = path
+    return path

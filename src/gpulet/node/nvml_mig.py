@@ -1,0 +1,91 @@
+"""MIG devices of one GPU through NVML, and the names of their profiles (NVIDIA MIG user guide)."""
+
+from __future__ import annotations
+
+from math import ceil, floor
+from typing import Any
+
+import pynvml
+
+from gpulet.node.gpu import Gpu, MigDevice
+from gpulet.node.procfs import CapMinors
+
+# A GPU that answers one of these is gone, whatever was asked.
+GONE = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
+
+
+def profile_name(compute_slices: int, gpu_slices: int, memory: int, total: int, suffix: str = "") -> str:
+    """ "1g.10gb", or "1c.2g.20gb" where the compute instance has fewer slices than the GPU instance.
+
+    memory and total in bytes. The gigabytes are the GPU's, rounded up, times the memory share in eighths; a half is
+    rounded up, as the driver does.
+    """
+    eighths = ceil(8 * memory / total) if total else 0
+    gigabytes = floor(eighths / 8 * ceil(total / 2**30) + 0.5)
+    compute = "" if compute_slices == gpu_slices else f"{compute_slices}c."
+    return f"{compute}{gpu_slices}g.{gigabytes}gb{suffix}"
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _profile(gpu: Gpu, handle: Any) -> tuple[str, int]:
+    """(profile, memory in bytes). The driver writes the profile at the end of the device's name; older ones don't."""
+    try:
+        attributes = pynvml.nvmlDeviceGetAttributes_v2(handle)
+    except pynvml.NVMLError:
+        return "", 0
+    memory = int(attributes.memorySizeMB) * 2**20
+    try:
+        _, said, profile = _text(pynvml.nvmlDeviceGetName(handle)).rpartition(" MIG ")
+    except pynvml.NVMLError:
+        said = profile = ""
+    if said and "g." in profile:
+        return profile, memory
+    slices = int(attributes.computeInstanceSliceCount), int(attributes.gpuInstanceSliceCount)
+    return profile_name(*slices, memory, gpu.memory), memory
+
+
+def _placement(parent: Any, gi: int) -> tuple[int, int]:
+    try:
+        info = pynvml.nvmlGpuInstanceGetInfo(pynvml.nvmlDeviceGetGpuInstanceById(parent, gi))
+    except pynvml.NVMLError:  # asking needs root on some drivers
+        return 0, 0
+    return int(info.placement.start), int(info.placement.size)
+
+
+def mig_devices(gpu: Gpu, handle: Any, minors: CapMinors) -> tuple[MigDevice, ...]:
+    """The MIG devices of a GPU in the order of their slots. One that can't be named is left out."""
+    found = []
+    try:
+        slots = range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle))
+    except pynvml.NVMLError:
+        return ()
+    for slot in slots:
+        try:
+            mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
+            uuid = _text(pynvml.nvmlDeviceGetUUID(mig))
+            gi = int(pynvml.nvmlDeviceGetGpuInstanceId(mig))
+            ci = int(pynvml.nvmlDeviceGetComputeInstanceId(mig))
+        except pynvml.NVMLError as error:
+            if error.value in GONE:
+                raise
+            continue  # an empty slot (there may be holes), or one whose trouble isn't its neighbours'
+        profile, memory = _profile(gpu, mig)
+        found.append(
+            MigDevice(
+                uuid,
+                gpu.index,
+                gpu.minor,
+                slot,
+                gi,
+                ci,
+                profile=profile,
+                memory=memory,
+                placement=_placement(handle, gi),
+                gi_minor=minors.access(gpu.minor, f"gi{gi}"),
+                ci_minor=minors.access(gpu.minor, f"gi{gi}/ci{ci}"),
+            )
+        )
+    return tuple(found)
