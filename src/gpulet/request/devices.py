@@ -6,8 +6,10 @@
     4. a legacy image (CUDA_VERSION set, no NVIDIA_REQUIRE_CUDA) and none of those variables set: all
     5. nothing: the container is left alone
 
-The first that names something decides. `all` among others means all, `none` driver files without a GPU, `void`
-anywhere in a list, or an empty one, nothing at all. Repeated ids count once. Loaded by the programs in launch/.
+The first that names something decides. `all` among others means all, `none` driver files without a GPU (of the two the
+first counts), `void` anywhere in a list, or an empty one, nothing at all. Repeated ids count once.
+
+Loaded by the programs in launch/.
 """
 
 from __future__ import annotations
@@ -106,11 +108,9 @@ def _from_environment(container: Container, settings: Settings, trace: Trace, va
         return Asked("", (), variable, void=True)
     if not _believed(container, settings, trace, ", ".join(names)):
         return Asked("", (), variable)
-    if "all" in devices:
-        return Asked("environment", ("all",), variable)
-    if "none" in devices:
-        return Asked("environment", (), variable)
-    return Asked("environment", unique(devices), variable)
+    word = next((device for device in devices if device in ("all", "none")), "")
+    chosen = {"all": ("all",), "none": ()}.get(word, unique(devices))
+    return Asked("environment", chosen, variable)
 
 
 def _from_legacy_image(container: Container, settings: Settings, trace: Trace) -> Asked:

@@ -120,10 +120,13 @@ def _answered(text: str | None) -> tuple[tuple[str, str], ...]:
     from binascii import a2b_base64
 
     pairs = []
-    for number, body in _fields(a2b_base64(text)):
-        if number == 1:
-            entry = {key: value.decode() for key, value in _fields(body)}
-            pairs.append((entry.get(1, ""), entry.get(2, "")))
+    try:
+        for number, body in _fields(a2b_base64(text)):
+            if number == 1:
+                entry = {key: value.decode() for key, value in _fields(body)}
+                pairs.append((entry.get(1, ""), entry.get(2, "")))
+    except ValueError:  # one plugin's odd answer: its environment counts for nothing, the allocation stands
+        return ()
     return tuple(pairs)
 
 

@@ -1,0 +1,140 @@
+"""bundle.py: reading a config.json without losing anything, and what tells one container from another."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gpulet.errors import BundleError
+from gpulet.request.bundle import Container, State, read_config, write_config
+from support.containers import UID, config, container, pod
+
+
+def test_what_matters_is_read() -> None:
+    seen = container("A=1", "B=x=y", "A=2", mounts=("0",), annotations=pod(), privileged=True)
+    assert seen.env == (("PATH", "/bin"), ("A", "1"), ("B", "x=y"), ("A", "2"))
+    assert seen.variable("A") == "2"
+    assert seen.position("A") == "process.env[3]"
+    assert seen.variable("C") is None
+    assert seen.mounts[1] == ("/dev/null", "/var/run/nvidia-container-devices/0")
+    assert seen.privileged
+    assert seen.root == "/bundle/rootfs"
+    assert (seen.pod_uid, seen.pod_namespace, seen.pod_name, seen.name, seen.type) == (
+        UID, "default", "two", "main", "container",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "confirmed"),
+    [
+        (f"/kubepods/besteffort/pod{UID}/abc", True),
+        (f"kubepods-besteffort-pod{UID.replace('-', '_')}.slice:cri-containerd:abc", True),
+        (f"/kubepods/pod{UID}", True),
+        ("/kubepods/besteffort/pod00000000-982e-49cd-b949-24046615e118/abc", False),
+        (f"/kubepods/x{UID}/abc", False),
+        (f"/kubepods/pod{UID}0/abc", False),
+        ("", False),
+    ],
+)
+def test_the_cgroup_confirms_the_pod(cgroup: str, confirmed: bool) -> None:
+    assert container(annotations=pod(), cgroup=cgroup).confirmed is confirmed
+
+
+def test_without_annotations_nothing_is_confirmed() -> None:
+    assert not container().confirmed
+
+
+def test_crio_names_its_pods_too() -> None:
+    notes = {
+        "io.kubernetes.pod.uid": UID,
+        "io.kubernetes.container.name": "main",
+        "io.kubernetes.pod.namespace": "default",
+        "io.kubernetes.pod.name": "two",
+        "io.kubernetes.cri-o.ContainerType": "sandbox",
+    }
+    seen = container(annotations=notes)
+    assert (seen.type, seen.name, seen.pod_uid, seen.confirmed) == ("sandbox", "main", UID, True)
+
+
+@pytest.mark.parametrize(
+    ("version", "capabilities", "privileged"),
+    [
+        ("1.0.2", {"bounding": ["CAP_SYS_ADMIN"]}, True),
+        ("1.0.2", {"effective": ["CAP_SYS_ADMIN"]}, False),
+        ("1.0.2", {}, False),
+        ("1.0.2", None, False),
+        ("1.0.0-rc2", ["CAP_SYS_ADMIN"], True),
+        ("1.0.0-rc2", [], False),
+    ],
+)
+def test_privileged(version: str, capabilities: object, privileged: bool) -> None:
+    data = config() | {"ociVersion": version}
+    data["process"]["capabilities"] = capabilities
+    assert Container.from_config(data).privileged is privileged
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"process": {"env": ["NOEQUALS"]}},
+        {"process": []},
+        {"process": {"env": "A=1"}},
+        {"process": {"capabilities": ["CAP_SYS_ADMIN"]}},
+        {"mounts": {}},
+        {"mounts": ["x"]},
+        {"annotations": ["x"]},
+    ],
+)
+def test_wrong_shapes_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(BundleError):
+        Container.from_config(config() | change)
+
+
+def test_null_means_absent() -> None:
+    seen = Container.from_config({"process": None, "mounts": None, "annotations": None, "linux": None, "root": None})
+    assert seen == Container()
+
+
+def test_state_of_old_and_new_engines() -> None:
+    assert State.parse(b'{"pid": 7, "bundle": "/b", "id": "x", "extra": 1}') == State(7, "/b", "x")
+    assert State.parse(b'{"pid": 7, "bundlePath": "/b"} trailing') == State(7, "/b")
+    for bad in (b"", b"[]", b'{"pid": "7"}'):
+        with pytest.raises(BundleError):
+            State.parse(bad)
+
+
+def test_writing_keeps_mode_and_owner_and_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"unknown": {"deep": [1, None]}, "text": "<é>"}))
+    path.chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(path, 1234, 4321)
+    before = path.stat()
+    content = read_config(str(path))
+    write_config(str(path), content | {"more": 1})
+    assert json.loads(path.read_text()) == {"unknown": {"deep": [1, None]}, "text": "<é>", "more": 1}
+    after = path.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert [item.name for item in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    with pytest.raises((TypeError, ValueError)):
+        write_config(str(path), {"a": object()})
+    assert [item.name for item in tmp_path.iterdir()] == ["config.json"]
+    assert path.read_text() == "{}"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "3"])
+def test_no_config_json(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(BundleError, match=r"config\.json"):
+        read_config(str(path))
+    path.write_text(text)
+    with pytest.raises(BundleError, match=r"config\.json"):
+        read_config(str(path))

@@ -1,0 +1,190 @@
+"""policy.py: the kubelet's ledger decides, and whatever is wrong with it denies."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulet.errors import Refused
+from gpulet.request.decide import decide, needs_ledger
+from gpulet.request.policy import Ledger, read_ledger
+from gpulet.settings import Settings
+from support.containers import GPUS, UID, container, pod
+
+V = "NVIDIA_VISIBLE_DEVICES"
+KUBELET = Settings(policy_grants="kubelet", accept_volume_mounts=True)
+
+
+def answer(**env: str) -> str:
+    """A ContainerAllocateResponse with an environment, a mount and a CDI name, as the kubelet stores it."""
+
+    def field(number: int, body: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(body)]) + body
+
+    pairs = b"".join(field(1, field(1, k.encode()) + field(2, v.encode())) for k, v in env.items())
+    mount = field(2, field(1, b"/in") + field(2, b"/out") + bytes([3 << 3, 1]))
+    return base64.b64encode(pairs + mount + field(5, field(1, b"nvidia.com/gpu=0"))).decode()
+
+
+def entry(*ids: str, name: str = "main", resource: str = "nvidia.com/gpu", **env: str) -> dict[str, Any]:
+    return {
+        "PodUID": UID,
+        "ContainerName": name,
+        "ResourceName": resource,
+        "DeviceIDs": {"-1": list(ids)},
+        "AllocResp": answer(**env),
+    }
+
+
+def ledger(folder: Path, *entries: dict[str, Any]) -> Ledger:
+    path = folder / "kubelet_internal_checkpoint"
+    data = {"PodDeviceEntries": list(entries), "RegisteredDevices": {"nvidia.com/gpu": list(GPUS)}}
+    path.write_text(json.dumps({"Data": data, "Checksum": 1}))
+    return read_ledger(str(path))
+
+
+def test_two_asked_for_two_given_and_the_pods_own_word_is_worth_nothing(tmp_path: Path) -> None:
+    book = ledger(tmp_path, entry(*GPUS))
+    for env in (f"{V}=all", f"{V}=none", f"{V}=7", "A=1", "CUDA_VERSION=11.0"):
+        seen = decide(container(env, annotations=pod()), KUBELET, book).request
+        assert (seen.source, seen.devices) == ("ledger", GPUS)
+
+
+@pytest.mark.parametrize("env", [f"{V}=all", "CUDA_VERSION=11.0", "A=1"])
+def test_no_entry_no_gpu(tmp_path: Path, env: str) -> None:
+    book = ledger(tmp_path, entry(*GPUS))
+    seen = decide(container(env, annotations=pod(container="side")), KUBELET, book)
+    assert not seen.request
+    assert "the kubelet allocated no GPU to it" in seen.request.reason
+    loud = [rule for rule in seen.trace if rule.name == "policy" and rule.level == "warning"]
+    assert bool(loud) is (env != "A=1")
+
+
+def test_void_is_served_already_or_wants_nothing(tmp_path: Path) -> None:
+    book = ledger(tmp_path, entry(*GPUS))
+    assert not decide(container(f"{V}=void", annotations=pod()), KUBELET, book).request
+
+
+def test_replicas_are_one_device(tmp_path: Path) -> None:
+    book = ledger(tmp_path, entry(f"{GPUS[0]}::3", f"{GPUS[0]}::1", resource="nvidia.com/gpu.shared"))
+    assert decide(container(annotations=pod()), KUBELET, book).request.devices == (GPUS[0],)
+
+
+def test_several_resources_add_up_and_foreign_ones_do_not(tmp_path: Path) -> None:
+    book = ledger(
+        tmp_path,
+        entry(GPUS[0]),
+        entry("MIG-x", resource="nvidia.com/mig-1g.10gb"),
+        entry(GPUS[1], resource="team.example/gpu"),
+        entry("eth0", resource="example.com/net"),
+    )
+    assert decide(container(annotations=pod()), KUBELET, book).request.devices == (GPUS[0], "MIG-x", GPUS[1])
+
+
+def test_lists_of_old_kubelets(tmp_path: Path) -> None:
+    old = entry() | {"DeviceIDs": [GPUS[0]], "AllocResp": None}
+    assert ledger(tmp_path, old).grants[0].devices == (GPUS[0],)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "can't be read: No such file"),
+        ("", "isn't JSON"),
+        ('{"Data": {"PodDeviceEntries": [{"PodUID"', "isn't JSON"),
+        ("[]", "has a form"),
+        ('{"Data": {}}', "has a form"),
+        ('{"Data": {"PodDeviceEntries": [{"PodUID": "x"}]}}', "has a form"),
+        ('{"Data": {"PodDeviceEntries": [1]}}', "has a form"),
+        ('{"Data": {"PodDeviceEntries": 5}}', "has a form"),
+        ('{"v2": {"entries": []}}', "has a form"),
+    ],
+)
+def test_a_ledger_that_cannot_be_used_denies_and_says_so(tmp_path: Path, content: str | None, says: str) -> None:
+    path = tmp_path / "ledger"
+    if content is not None:
+        path.write_text(content)
+    seen = decide(container(f"{V}=all", annotations=pod()), KUBELET, read_ledger(str(path)))
+    assert not seen.request
+    assert says in seen.request.reason
+    assert any(says in rule.outcome for rule in seen.trace if rule.level == "warning")
+
+
+@pytest.mark.parametrize("answer", ["AA==", "Cg==", "!!!", "CgUKA0E="])
+def test_an_answer_that_is_no_protobuf(tmp_path: Path, answer: str) -> None:
+    broken = entry(GPUS[0]) | {"AllocResp": answer}
+    book = ledger(tmp_path, broken)
+    assert not book.trouble
+    assert (book.grants[0].devices, book.grants[0].env) == ((GPUS[0],), ())
+
+
+def test_annotations_alone_decide_nothing(tmp_path: Path) -> None:
+    book = ledger(tmp_path, entry(*GPUS))
+    other = "/kubepods/besteffort/pod00000000-0000-0000-0000-000000000000/abc"
+    seen = decide(container(f"{V}=all", annotations=pod(), cgroup=other), KUBELET, book)
+    assert not seen.request
+    assert "cgroupsPath" in seen.request.reason
+    assert "names no Pod" in decide(container(f"{V}=all"), KUBELET, book).request.reason
+
+
+@pytest.mark.parametrize(
+    ("pattern", "trusted"),
+    [
+        ("default/two", True),
+        ("default/*", True),
+        ("default/t*", True),
+        ("default", True),
+        ("default/three", False),
+        ("defaul", False),
+        ("other/*", False),
+        ("*", False),
+    ],
+)
+def test_trusted_pods_are_believed(tmp_path: Path, pattern: str, trusted: bool) -> None:
+    settings = KUBELET.replace(policy_trusted=(pattern,))
+    one = container(f"{V}=all", annotations=pod(), cgroup=f"/kubepods/pod{UID}")
+    assert needs_ledger(one, settings) is not trusted
+    assert decide(one, settings, ledger(tmp_path)).request.devices == (("all",) if trusted else ())
+    forged = one.replace(confirmed=False)
+    assert not decide(forged, settings, ledger(tmp_path)).request
+
+
+@pytest.mark.parametrize(
+    ("env", "refused"),
+    [
+        (f"{V}=all", True),
+        (f"{V}={GPUS[1]}", True),
+        (f"{V}={GPUS[0]}", False),
+        (f"{V}=0", False),  # what the plugin itself answered
+        (f"{V}=1", True),
+        (f"{V}=nvidia.com/gpu={GPUS[0]}", False),
+        (f"{V}=none", False),
+        (f"{V}=void", False),
+        ("CUDA_VERSION=11.0", False),
+    ],
+)
+def test_deny_refuses_what_goes_beyond(tmp_path: Path, env: str, refused: bool) -> None:
+    deny = KUBELET.replace(policy_untrusted_env="deny")
+    book = ledger(tmp_path, entry(GPUS[0], NVIDIA_VISIBLE_DEVICES="0"))
+    one = container(env, annotations=pod())
+    if refused:
+        with pytest.raises(Refused, match=r"default/two/main asks for GPUs.*resources\.limits"):
+            decide(one, deny, book)
+    else:
+        decide(one, deny, book)
+
+
+def test_policy_env_reads_no_ledger() -> None:
+    assert not needs_ledger(container(annotations=pod()), Settings())
+    assert not needs_ledger(container(annotations=pod(kind="sandbox")), KUBELET)
+
+
+def test_what_the_environment_alone_could_bring_stays_out(tmp_path: Path) -> None:
+    book = ledger(tmp_path, entry(GPUS[0]))
+    one = container("NVIDIA_IMEX_CHANNELS=0", mounts=("1", "imex/2"), annotations=pod())
+    seen = decide(one, KUBELET, book).request
+    assert (seen.devices, seen.imex) == ((GPUS[0],), ())
