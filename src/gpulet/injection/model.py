@@ -86,7 +86,8 @@ class RootfsWork(Value):
 class Injection(Value):
     """Everything for one container. env: (name, value) pairs that replace the container's; gids: additional groups;
     proc_gpus: PCI bus ids whose /proc/driver/nvidia/gpus folder a live container is to see; proc_mig: capability
-    files (/proc/driver/nvidia/capabilities/.../access) for the same.
+    files (/proc/driver/nvidia/capabilities/.../access) for the same; net_devices: (name on the host, name in the
+    container); intel_rdt: fields of linux.intelRdt as pairs.
     """
 
     devices: tuple[DeviceNode, ...] = ()
@@ -97,3 +98,5 @@ class Injection(Value):
     rootfs: RootfsWork = RootfsWork()
     proc_gpus: tuple[str, ...] = ()
     proc_mig: tuple[str, ...] = ()
+    net_devices: tuple[tuple[str, str], ...] = ()
+    intel_rdt: tuple[tuple[str, object], ...] = ()

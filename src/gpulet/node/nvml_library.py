@@ -9,11 +9,12 @@ from threading import RLock
 import pynvml
 
 from gpulet.node import driver_table as table
-from gpulet.node import nvml_errors
+from gpulet.node import elf, nvml_errors
 from gpulet.node.driver import cached_folders
 from gpulet.node.paths import below, resolve
 
 SONAME = "libnvidia-ml.so.1"
+_OTHER_BITS = 32 if ctypes.sizeof(ctypes.c_void_p) == 8 else 64  # a cache lists both word sizes
 _lock = RLock()
 _used = ""
 
@@ -34,7 +35,7 @@ def locate(root: str) -> str:
     looked = candidates(root)
     for path in looked:
         real = below(root, resolve(root, path))
-        if os.path.isfile(real):
+        if os.path.isfile(real) and elf.bits(real) != _OTHER_BITS:
             return real
     if root in ("", "/"):
         return SONAME
