@@ -73,7 +73,8 @@ def _show_container(console: Console, container: Report, order: dict[str, int]) 
     if indices == given:
         text, style = f"      saw GPU {_list(indices)}: exactly what it was given", "green"
     else:
-        text, style = f"      saw GPU {_list(indices)}, and the kubelet gave it {_list(given)}", "bold red"
+        text = f"      saw GPU {_list(indices)}, though the kubelet gave it {_list(given)}: policy kubelet stops that"
+        style = "bold red"
     console.print(Text(text.replace("saw GPU none", "saw no GPU"), style))
 
 
