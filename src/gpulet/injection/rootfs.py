@@ -36,7 +36,8 @@ def prepare(root: str, work: RootfsWork, mounts: Sequence[Mount] = ()) -> tuple[
     """Carries out the work beneath the folder `root` and answers what was changed, in words.
 
     mounts: the injection's mounts; those of the kinds library and library32 enter the loader's cache by their soname,
-    which is read from the host's file, as they are not yet mounted. Without any, what lies in work.folders is taken.
+    which is read from the host's file, as they are not yet mounted. Without any, what is mounted in work.folders
+    already is taken, else everything that lies there.
     Freezing the driver's device nodes needs a mount and is left to `frozen_params` and the caller.
     Raises StepFailed, and then nothing is changed.
     """
@@ -109,10 +110,26 @@ def _mounted(mounts: Iterable[Mount]) -> Iterator[_Library]:
             os.close(fd)
 
 
+def _mounted_in(root: Root, folder: str) -> set[str]:
+    """The names in a folder that mounts cover, as this process sees them: an image's own hundreds are in its cache."""
+    if not root.exists(folder):
+        return set()
+    try:
+        real = os.readlink(f"/proc/self/fd/{root.folder(folder)}")
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            points = [line.split(" ", 5)[4] for line in file]
+    except OSError:
+        return set()
+    return {point[len(real) + 1 :] for point in points if point.rpartition("/")[0] == real}
+
+
 def _lying_in(root: Root, folder: str) -> Iterator[_Library]:
     """What ldconfig would take from a folder: of the files with one soname, the one with the highest name."""
     best: dict[tuple[str, int], str] = {}
+    mounted = _mounted_in(root, folder)
     for name in root.names(folder)[:MOST_LIBRARIES]:
+        if mounted and name not in mounted:
+            continue
         if not (name.startswith("lib") and (name.endswith(".so") or ".so." in name)):
             continue
         fd = root.open_file(f"{folder}/{name}", follow=False)

@@ -1,0 +1,209 @@
+"""gpulet-cdi-hook: the hook of CDI specifications, called at createContainer.
+
+It runs in the container's mount namespace before the root is changed, with the container's state on standard input.
+`prepare` does all of a container's steps in one process; the names of NVIDIA's nvidia-cdi-hook work too, one step each.
+An unknown name is a warning and no failure, so that a newer specification can be used with an older program.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from gpulet.errors import BundleError, GpuletError, StepFailed, UsageError
+from gpulet.injection.model import RootfsWork, SymLink
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpulet.injection.beneath import Root
+
+EROFS, EPERM = 30, 1
+SWITCHES = ("debug", "quiet", "help")
+# hook -> its flags; those in SWITCHED take no value
+FLAGS = {
+    "prepare": (
+        "link", "folder", "host-driver-version", "host-cuda-version", "cuda-compat-container-root",
+        "freeze-device-nodes", "application-profile",
+    ),
+    "create-symlinks": ("link",),
+    "update-ldcache": ("folder", "ldconfig-path"),
+    "chmod": ("mode", "path"),
+    "enable-cuda-compat": ("host-driver-version", "host-cuda-version", "cuda-compat-container-root"),
+    "disable-device-node-modification": (),
+    "update-application-profile": (),
+    "noop": (),
+}  # fmt: skip
+SWITCHED = ("freeze-device-nodes", "application-profile", "no-pivot")
+USAGE = f"usage: gpulet-cdi-hook [--debug|--quiet] HOOK [FLAGS] < state.json\nhooks: {', '.join(FLAGS)}\n"
+
+
+class Options:
+    """The values given for each flag, in order."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[str]] = {}
+
+    def add(self, name: str, value: str) -> None:
+        """One more value."""
+        self.values.setdefault(name, []).append(value)
+
+    def all(self, name: str) -> list[str]:
+        """Every value of a flag."""
+        return self.values.get(name, [])
+
+    def last(self, name: str, default: str = "") -> str:
+        """The last value of a flag, which counts."""
+        return self.all(name)[-1] if self.all(name) else default
+
+    def on(self, name: str) -> bool:
+        """Whether a switch is on."""
+        return self.last(name, "false") not in ("false", "0")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program. argv: without the program's name."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    early = []
+    while arguments and (arguments[0].startswith("-") or arguments[0] == "hook"):  # as in `nvidia-ctk hook NAME`
+        early.append(arguments.pop(0))
+    if "--help" in early or "-h" in early:
+        sys.stdout.write(USAGE)
+        return 0
+    name = arguments.pop(0) if arguments else ""
+    if name not in FLAGS:
+        _warn(f"Unsupported CDI hook: {name}" if name else "No CDI hook specified")
+        return 0
+    try:
+        options = parse(name, arguments)
+        if options.on("help"):
+            sys.stdout.write(USAGE)
+        elif name != "noop":
+            run(name, options, container_root(options.last("container-spec")))
+    except GpuletError as error:
+        print(f"gpulet-cdi-hook: {name}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse(hook: str, arguments: Sequence[str]) -> Options:
+    """Reads a hook's flags: --name VALUE or --name=VALUE, with one dash or two. Raises UsageError."""
+    options = Options()
+    rest = iter(arguments)
+    for argument in rest:
+        flag, equals, value = argument.lstrip("-").partition("=")
+        flag = {"d": "debug", "q": "quiet", "h": "help"}.get(flag, flag)
+        known = (*FLAGS[hook], *SWITCHES, "container-spec", "no-pivot")
+        if not argument.startswith("-") or flag not in known:
+            raise UsageError("flag", seen=argument, wanted=", ".join(f"--{name}" for name in FLAGS[hook]) or "none")
+        if flag in SWITCHED or flag in SWITCHES:
+            value = value if equals else "true"
+        elif not equals:
+            following = next(rest, None)
+            if following is None:
+                raise UsageError(f"flag --{flag}", seen="no value", wanted="a value")
+            value = following
+        options.add(flag, value)
+    return options
+
+
+def run(hook: str, options: Options, root: str) -> None:
+    """Does a hook's work in the container whose root file system is the folder `root`."""
+    from gpulet.injection import rootfs
+    from gpulet.injection.beneath import Root
+
+    work = work_of(options)
+    with Root(root) as held:
+        _unless_read_only(lambda: rootfs.carry_out(held, work))
+        if hook == "update-application-profile" or options.on("application-profile"):
+            minors = rootfs.visible_minors(held)
+            if minors:
+                _unless_read_only(lambda: rootfs.write_profile(held, minors))
+        if hook == "chmod":
+            change_modes(held, options.last("mode"), options.all("path"))
+        if hook == "disable-device-node-modification" or options.on("freeze-device-nodes"):
+            params = rootfs.frozen_params()
+            if params is not None:
+                rootfs.freeze(held, params)
+        if options.on("debug"):
+            for line in held.done:
+                print(line, file=sys.stderr)
+
+
+def work_of(options: Options) -> RootfsWork:
+    """The work that flags ask for. Raises UsageError."""
+    links = []
+    for value in options.all("link"):
+        parts = value.split("::")
+        if len(parts) != 2 or not all(parts):
+            raise UsageError("flag --link", seen=value, wanted="TARGET::LINK")
+        links.append(SymLink(parts[0], parts[1]))
+    return RootfsWork(
+        tuple(links),
+        tuple(dict.fromkeys(folder for value in options.all("folder") for folder in value.split(",") if folder)),
+        options.last("host-driver-version"),
+        options.last("host-cuda-version"),
+        options.last("cuda-compat-container-root", RootfsWork.compat_folder),
+    )
+
+
+def change_modes(root: Root, mode: str, paths: Sequence[str]) -> None:
+    """The peer's chmod, beneath the root: what is missing is passed over, and so is what may not be changed."""
+    try:
+        bits = int(mode, 8)
+    except ValueError:
+        raise UsageError("flag --mode", seen=mode, wanted="an octal number") from None
+    for path in paths:
+        try:
+            fd = root.open(path, os.O_PATH)
+        except OSError:
+            continue
+        try:
+            if os.fstat(fd).st_mode & 0o7777 != bits:
+                os.chmod(f"/proc/self/fd/{fd}", bits)
+        except OSError as error:
+            if error.errno != EPERM:
+                raise StepFailed("chmod", path, error.errno or 0, error.strerror or "") from error
+        finally:
+            os.close(fd)
+
+
+def container_root(spec: str = "") -> str:
+    """The container's root file system from its state: `root` where the runtime gives it, else from the bundle."""
+    from gpulet.request.bundle import State, read_config
+
+    try:
+        if spec:
+            with open(spec, "rb") as file:
+                state = State.parse(file.read())
+        else:
+            state = State.parse(sys.stdin.buffer.read())
+    except OSError as error:
+        raise BundleError("container state", seen=f"{spec}: {error.strerror}", wanted="a file") from None
+    root: object = state.root
+    if not root:
+        part = read_config(os.path.join(state.bundle, "config.json")).get("root")
+        root = part.get("path") if isinstance(part, dict) else ""
+    path = os.path.join(state.bundle, root) if isinstance(root, str) and root else ""
+    if not path or os.path.realpath(path) == "/":
+        raise BundleError("container root", seen=path or "none", wanted="a folder other than /")
+    return path
+
+
+def _unless_read_only(step: Callable[[], None]) -> None:
+    """A root that can't be written must not keep a container from starting: its libraries are mounted all the same."""
+    try:
+        step()
+    except StepFailed as error:
+        if error.errno != EROFS:
+            raise
+        _warn(f"{error}; libraries are found through LD_LIBRARY_PATH alone")
+
+
+def _warn(text: str) -> None:
+    print(f"gpulet-cdi-hook: warning: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

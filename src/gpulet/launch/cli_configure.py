@@ -1,0 +1,195 @@
+"""gpulet-container-cli configure: an injection for a container that has its namespaces, carried out in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from gpulet.errors import GpuletError, InjectionError, NodeError, RequestError, StepFailed
+from gpulet.injection.build import Layout, build
+from gpulet.injection.model import Injection, RootfsWork
+from gpulet.launch.cli_report import channels, check_mig, driver_files, dropped, node_facts, selected
+from gpulet.launch.container_cli import CAPABILITIES, Failure
+from gpulet.request.model import Request
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpulet.injection.beneath import Root
+    from gpulet.launch.container_cli import Call
+    from gpulet.node.gpu import NodeFacts
+
+MOST_REQUIREMENTS = 32
+COMPAT_MODES = ("mount", "ldconfig", "disabled")
+TRIPLETS = {"x86_64": ("x86_64-linux-gnu", "i386-linux-gnu"), "aarch64": ("aarch64-linux-gnu", "arm-linux-gnueabihf")}
+
+
+def run(call: Call) -> int:
+    """Runs the command."""
+    rootfs = call.words[0]
+    if not rootfs.startswith("/") or not rootfs.strip("/"):
+        raise Failure("input error", "invalid rootfs directory")
+    pid = _pid(call)
+    request = request_of(call)
+    layout = layout_of(pid, rootfs)
+    injection = injection_of(call, request, layout)
+    if call.given("dry-run"):
+        from gpulet import codec
+
+        print(codec.dumps(injection.to_data()).decode())
+        return 0
+    from gpulet.injection import live
+
+    try:
+        done = live.apply(
+            injection,
+            pid,
+            rootfs,
+            cgroups=not call.given("no-cgroups"),
+            devbind=not call.given("no-devbind"),
+            driver_root=call.last("root", "/"),
+        )
+    except InjectionError as error:
+        raise Failure(_category(error), error) from error
+    _log(call, done)
+    return 0
+
+
+def _category(error: InjectionError) -> str:
+    step = error.step if isinstance(error, StepFailed) else ""
+    if step in ("open namespace", "join", "open root file system"):
+        return "container error"
+    return "ldcache error" if getattr(error, "target", "").startswith("/etc/ld") else "mount error"
+
+
+def _pid(call: Call) -> int:
+    """The container's process; the one that started us where none is given ("standalone")."""
+    text = call.last("pid", "0")
+    try:
+        number = int(text)
+    except ValueError:
+        raise Failure("input error", "parse pid failed: invalid argument") from None
+    if number >= 1 << 31:
+        raise Failure("input error", "parse pid failed: numerical result out of range")
+    return number if number > 0 else os.getppid()
+
+
+def request_of(call: Call) -> Request:
+    """What the options ask for. Raises Failure."""
+    requirements = tuple(value or "" for name, value in call.options if name == "require")
+    if len(requirements) > MOST_REQUIREMENTS:
+        raise Failure("input error", "too many requirements")
+    mode = call.last("cuda-compat-mode", "mount")
+    if mode not in COMPAT_MODES:
+        raise Failure("input error", f"invalid cuda-compat-mode: {mode} (one of {', '.join(COMPAT_MODES)})")
+    return Request(
+        "environment",
+        tuple(call.joined("device")),
+        capabilities=tuple(sorted(name for name in CAPABILITIES if call.given(name))),
+        requirements=requirements,
+        imex=tuple(channels(call)),
+        mig_config=call.last("mig-config"),
+        mig_monitor=call.last("mig-monitor"),
+        reason="gpulet-container-cli configure",
+    )
+
+
+def layout_of(pid: int, rootfs: str) -> Layout:
+    """Where the container's distribution looks for libraries and programs."""
+    from gpulet.injection.beneath import Root
+
+    try:
+        os.stat(f"/proc/{pid}/root/")
+    except OSError as error:
+        text = (error.strerror or "").lower()
+        raise Failure("container error", f"open failed: /proc/{pid}/root/: {text}") from error
+    try:
+        with Root(f"/proc/{pid}/root{rootfs}") as root:
+            return _layout(root)
+    except StepFailed as error:
+        raise Failure("container error", error) from error
+
+
+def _layout(root: Root) -> Layout:
+    machine = os.uname().machine
+    triplet, triplet32 = TRIPLETS.get(machine, (f"{machine}-linux-gnu", ""))
+    if root.exists("/etc/debian_version"):
+        return Layout(f"/usr/lib/{triplet}", f"/usr/lib/{triplet32}" if triplet32 else "", "/usr/bin")
+    narrow = "/usr/lib32"
+    if not root.exists(narrow) and root.exists("/usr/lib") and not _same(root, "/usr/lib", "/usr/lib64"):
+        narrow = "/usr/lib"
+    return Layout("/usr/lib64", narrow, "/usr/bin")
+
+
+def _same(root: Root, one: str, other: str) -> bool:
+    if not root.exists(other):
+        return False
+    first, second = root.open(one, os.O_PATH), root.open(other, os.O_PATH)
+    try:
+        return os.path.sameopenfile(first, second)
+    finally:
+        os.close(first)
+        os.close(second)
+
+
+def injection_of(call: Call, request: Request, layout: Layout) -> Injection:
+    """The injection for a request. Raises Failure."""
+    root = call.last("root", "/")
+    facts = node_facts(root, request.devices, nvml=_asks_for_arch(request))
+    selection = selected(facts, list(request.devices))
+    check_mig(call, selection, list(request.devices))
+    _require(request, facts, call)
+    if not facts.gpus:
+        request = request.replace(devices=())
+    try:
+        files = driver_files(root, call.last("ldcache"), facts.driver)
+        injection = build(facts, files, request, layout=layout)
+    except Failure:
+        raise
+    except NodeError as error:
+        raise Failure("device error", error) from error
+    except GpuletError as error:
+        raise Failure("detection error", error) from error
+    work: RootfsWork = injection.rootfs
+    if call.given("no-cntlibs") or call.last("cuda-compat-mode") == "disabled":
+        work = work.replace(host_driver="", host_cuda="")
+    mounts = tuple(mount for mount in injection.mounts if not dropped(call, mount.path, mount.kind))
+    return injection.replace(mounts=mounts, rootfs=work, env=(), gids=())
+
+
+def _asks_for_arch(request: Request) -> bool:
+    """Whether a requirement is about what /proc doesn't tell, of a device that is selected."""
+    texts = [text.lower() for text in request.requirements]
+    return bool(request.devices) and any("arch" in text or "brand" in text for text in texts)
+
+
+def _require(request: Request, facts: NodeFacts, call: Call) -> None:
+    if not request.requirements:
+        return
+    from gpulet.request import requirements
+
+    selection = selected(facts, list(request.devices))
+    gpus = list(selection.gpus) + [gpu for gpu in facts.gpus if gpu.index in {mig.gpu for mig in selection.migs}]
+    known = {"cuda": facts.cuda or None, "driver": facts.driver or None}
+    subjects = [requirements.Subject(arch=gpu.arch or None, brand=gpu.brand or None, **known) for gpu in gpus]
+    try:
+        requirements.check(request.requirements, subjects or [requirements.Subject(**known)])
+    except RequestError as error:
+        raise Failure("requirement error", error) from error
+
+
+def _log(call: Call, done: tuple[str, ...]) -> None:
+    """What was done, in the peer's log format, where --debug names a file; one that can't be opened is passed over."""
+    path = call.last("debug")
+    if not path:
+        return
+    import time
+
+    now = time.time()
+    stamp = time.strftime("%m%d %H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}"
+    lines = [f"I{stamp} {os.getpid()} live.py:0] {line}" for line in done]
+    head = "\n-- WARNING, the following logs are for debugging purposes only --\n\n"
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(head + "\n".join(lines) + "\n")
+    except OSError as error:
+        print(f"{call.program}: log {path}: {error.strerror}", file=sys.stderr)
