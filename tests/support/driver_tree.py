@@ -1,4 +1,4 @@
-"""A small driver tree for tests: files of the right names and links, the node's /proc and (as root) its device nodes."""
+"""A small driver tree for tests: files of the right names and links, /proc and (as root) device nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ LIBRARIES = {  # name -> soname suffix
     "libnvidia-ngx": "1",
 }
 INTERNAL = ("libnvidia-glcore", "libnvidia-eglcore", "libnvidia-tls")
-BINARIES = ("nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
+BINARIES = (
+    "nvidia-smi",
+    "nvidia-debugdump",
+    "nvidia-persistenced",
+    "nvidia-cuda-mps-control",
+    "nvidia-cuda-mps-server",
+)
 CONFIG = ("etc/vulkan/icd.d/nvidia_icd.json", "usr/share/glvnd/egl_vendor.d/10_nvidia.json")
 UVM_MAJOR, CAPS_MAJOR, IMEX_MAJOR = 508, 509, 510
 
@@ -60,7 +66,10 @@ def libraries(folder: Path, version: str = VERSION) -> None:
 def proc(root: Path, gpus: Sequence[tuple[str, int]], version: str = VERSION) -> None:
     """/proc for GPUs given as (PCI address, minor)."""
     base = root / "proc/driver/nvidia"
-    write(base / "version", f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Thu Jan 23 2025\nGCC version:  12\n")
+    write(
+        base / "version",
+        f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Thu Jan 23 2025\nGCC version:  12\n",
+    )
     write(base / "params", "ModifyDeviceFiles: 1\nDeviceFileMode: 438\n")
     (base / "gpus").mkdir(parents=True, exist_ok=True)
     for index, (address, minor) in enumerate(gpus):

@@ -93,17 +93,30 @@ class _Search:
         self.root = root
         machine = os.uname().machine
         self.triplet, self.triplet32 = table.TRIPLETS.get(machine, (f"{machine}-linux-gnu", ""))
-        self.wanted = [*cached_folders(root, ldcache), *self._known(table.FOLDERS_64), *map(self._inside, search)]
         self.listings: dict[str, dict[str, bool]] = {}
+        self.resolved: dict[str, str] = {}
+        wanted = [*cached_folders(root, ldcache), *self.known(table.FOLDERS_64), *map(self._inside, search)]
+        self.wanted = list(dict.fromkeys(map(self.real, wanted)))
 
     def _inside(self, folder: str) -> str:
         """A folder from the command line, as a path below the root; given with or without the root before it."""
         root = self.root.rstrip("/")
         return folder[len(root) :] if root and folder.startswith(root + "/") else folder
 
-    def _known(self, patterns: Sequence[str]) -> list[str]:
+    def known(self, patterns: Sequence[str]) -> list[str]:
         folders = (pattern.format(triplet=self.triplet, triplet32=self.triplet32) for pattern in patterns)
         return [folder for folder in folders if not folder.endswith("/")]
+
+    def real(self, folder: str) -> str:
+        """The folder with its links followed beneath the root; an absolute link would lead the kernel out of it."""
+        if folder not in self.resolved:
+            self.resolved[folder] = resolve(self.root, folder)
+        return self.resolved[folder]
+
+    def exists(self, path: str) -> bool:
+        """Whether there is something at `path` below the root, be it a link."""
+        folder, _, name = path.rpartition("/")
+        return os.path.lexists(below(self.root, f"{self.real(folder)}/{name}"))
 
     def names(self, folder: str) -> dict[str, bool]:
         if folder not in self.listings:
@@ -124,7 +137,7 @@ class _Search:
         found: list[str] = []
         marks = (f"libcuda.so.{version}", f"libnvidia-ml.so.{version}")
         for candidate in candidates:
-            here = next((mark for mark in marks if os.path.lexists(below(self.root, f"{candidate}/{mark}"))), "")
+            here = next((mark for mark in marks if self.exists(f"{candidate}/{mark}")), "")
             if not here:
                 continue
             file = resolve(self.root, f"{candidate}/{here}")  # the link may lead elsewhere: NixOS, alternatives
@@ -188,7 +201,7 @@ class _Search:
     def first(self, candidates: Sequence[str]) -> str:
         """The first of the paths that exists, resolved below the root; "" for none."""
         for path in candidates:
-            if os.path.lexists(below(self.root, path)):
+            if self.exists(path):
                 real = resolve(self.root, path)
                 if os.path.exists(below(self.root, real)):
                     return real
@@ -196,15 +209,16 @@ class _Search:
 
     def binaries(self) -> Iterator[DriverFile]:
         for name, capability in table.BINARIES.items():
-            path = next(
-                (f"{f}/{name}" for f in table.BINARY_FOLDERS if os.access(below(self.root, f"{f}/{name}"), os.X_OK)), ""
-            )
-            if path:
-                yield DriverFile(path, below(self.root, resolve(self.root, path)), "binary", capability)
+            for path in (f"{folder}/{name}" for folder in table.BINARY_FOLDERS):
+                if self.exists(path):
+                    source = below(self.root, resolve(self.root, path))
+                    if os.access(source, os.X_OK):
+                        yield DriverFile(path, source, "binary", capability)
+                        break
 
     def firmware(self, version: str) -> Iterator[DriverFile]:
         for folder in _firmware_folders(version):
-            for name in sorted(self.names(folder)):
+            for name in sorted(self.names(self.real(folder))):
                 if name.startswith("gsp") and name.endswith(".bin"):
                     path = f"{folder}/{name}"
                     yield DriverFile(path, below(self.root, resolve(self.root, path)), "firmware")
@@ -289,7 +303,7 @@ def find(
             wanted="libcuda or libnvidia-ml in one of " + " ".join(dict.fromkeys(look.wanted)),
             remedy="reboot or reload the kernel module" if on_disk else "install the driver, or set the driver root",
         )
-    folders32 = [f for f in look.folders(look._known(table.FOLDERS_32), version, 32) if f not in folders]
+    folders32 = [f for f in look.folders(look.known(table.FOLDERS_32), version, 32) if f not in folders]
     files = [
         *look.libraries(folders, version, "library"),
         *look.libraries(folders32, version, "library32"),

@@ -35,13 +35,19 @@ def _remote_ends(handle: Any) -> tuple[dict[str, int], int]:
             if error.value in (pynvml.NVML_ERROR_INVALID_ARGUMENT, pynvml.NVML_ERROR_NOT_SUPPORTED):
                 break  # this GPU has no more links
             continue
+        if _ends_at_switch(handle, link):
+            switched += 1
+            continue
         bus_id = nvml_bus_id(remote.decode() if isinstance(remote, bytes) else remote)
         ends[bus_id] = ends.get(bus_id, 0) + 1
-        try:
-            switched += pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == _SWITCH
-        except pynvml.NVMLError:
-            pass  # older drivers don't say; the bus id still tells a direct link
     return ends, switched
+
+
+def _ends_at_switch(handle: Any, link: int) -> bool:
+    try:
+        return bool(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == _SWITCH)
+    except pynvml.NVMLError:
+        return False  # older drivers don't say; the bus id still tells a direct link
 
 
 def _level(one: Any, two: Any) -> str:
