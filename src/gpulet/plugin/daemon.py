@@ -17,6 +17,7 @@ from gpulet.node.gpu import NodeFacts
 from gpulet.plugin.allocate import Surroundings
 from gpulet.plugin.config import Config
 from gpulet.plugin.kubelet import Agent
+from gpulet.plugin.prefer import preference
 from gpulet.plugin.resources import control_nodes, inventory
 from gpulet.plugin.server import Offer
 
@@ -60,7 +61,10 @@ def generation(config: Config, facts: NodeFacts, publish: Publish) -> Generation
     imex = imex_channels(config)
     classes = publish(config, facts, imex) if config.cdi else ()
     surroundings = Surroundings(control_nodes(config.lookup_dev_root), imex, classes)
-    offers = {resource.name: Offer(resource, config, surroundings) for resource in offered.resources}
+    offers = {}
+    for resource in offered.resources:
+        prefer = preference(resource, facts, config.allocation_policy)
+        offers[resource.name] = Offer(resource, config, surroundings, prefer=prefer)
     return Generation(config, facts, offers, offered.problems)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,11 @@ from gpulet.plugin.allocate import AllocationRefused, Answer, Surroundings, allo
 from gpulet.plugin.api import deviceplugin_pb2 as pb
 from gpulet.plugin.api import deviceplugin_pb2_grpc as rpc
 from gpulet.plugin.config import Config
+from gpulet.plugin.prefer import Prefer
 from gpulet.plugin.resources import Resource
 
 log = logging.getLogger(__name__)
 
-Prefer = Callable[[Sequence[str], Sequence[str], int], list[str]]
 Observe = Callable[[str, str, float], None]
 
 
@@ -37,7 +37,7 @@ class Offer:
     config: Config
     surroundings: Surroundings = field(default_factory=Surroundings)
     sick: Mapping[str, str] = field(default_factory=dict)
-    prefer: Prefer | None = None
+    prefer: Prefer | None = field(default=None, compare=False)
 
 
 def _ignore(rpc_name: str, code: str, seconds: float) -> None:
