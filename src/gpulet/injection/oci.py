@@ -14,8 +14,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-HOOK_STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
-
 
 def apply(config: dict[str, Any], injection: Injection) -> dict[str, Any]:
     """A new config.json content; `config` itself stays as it is."""
@@ -28,6 +26,13 @@ def apply(config: dict[str, Any], injection: Injection) -> dict[str, Any]:
         config["mounts"] = _with_mounts(config.get("mounts") or [], injection.mounts)
     for hook in injection.hooks:
         config = add_hook(config, hook)
+    if injection.net_devices:
+        linux = config.get("linux") or {}
+        named = {host: {"name": name} for host, name in injection.net_devices}
+        config["linux"] = {**linux, "netDevices": {**(linux.get("netDevices") or {}), **named}}
+    if injection.intel_rdt:
+        rdt = {key: list(value) if isinstance(value, tuple) else value for key, value in injection.intel_rdt}
+        config["linux"] = {**(config.get("linux") or {}), "intelRdt": rdt}
     if injection.gids:
         config["process"] = _with_gids(config.get("process") or {}, injection.gids)
     return config
@@ -71,34 +76,10 @@ def add_hook(config: dict[str, Any], hook: Hook) -> dict[str, Any]:
     return {**config, "hooks": {**hooks, hook.stage: stage}}
 
 
-def hooks_of(config: dict[str, Any]) -> tuple[Hook, ...]:
-    """Every hook of a config.json, stage by stage."""
-    return tuple(
-        Hook(
-            stage,
-            str(entry.get("path") or ""),
-            tuple(entry.get("args") or ()),
-            tuple(entry.get("env") or ()),
-            int(entry.get("timeout") or 0),
-        )
-        for stage in HOOK_STAGES
-        for entry in (config.get("hooks") or {}).get(stage) or []
-    )
-
-
-def keep_hooks(config: dict[str, Any], kept: tuple[Hook, ...]) -> dict[str, Any]:
-    """The config.json without the hooks that aren't among `kept`; those that are keep their entries as they stand."""
-    hooks = dict(config.get("hooks") or {})
-    for stage in HOOK_STAGES:
-        if stage in hooks:
-            pairs = zip(hooks_of({"hooks": {stage: hooks[stage]}}), hooks[stage] or [], strict=True)
-            left = [entry for hook, entry in pairs if hook in kept]
-            if left:
-                hooks[stage] = left
-            else:
-                del hooks[stage]
-    config = {**config, "hooks": hooks}
-    if not hooks:
+def with_hooks(config: dict[str, Any], hooks: dict[str, Any]) -> dict[str, Any]:
+    """The same with these hooks (stage -> entries) and no others; stages without any are left out."""
+    config = {**config, "hooks": {stage: list(entries) for stage, entries in hooks.items() if entries}}
+    if not config["hooks"]:
         del config["hooks"]
     return config
 

@@ -49,12 +49,11 @@ class Plan:
 
 def original(config: dict[str, Any], container: Container) -> Container:
     """The container as it was before an earlier run of ours rewrote CUDA_VISIBLE_DEVICES for the hook's sake."""
-    for hook in oci.hooks_of(config) if config.get("hooks") else ():
-        if hook.stage == "prestart" and _is_ours(hook.path):
-            for entry in hook.env:
-                name, _, value = entry.partition("=")
-                if name == ORIGINAL:
-                    return container.with_variable(CUDA_VISIBLE_DEVICES, value)
+    for hook in _prestart(config):
+        for entry in hook.get("env") or () if _is_ours(hook) else ():
+            name, _, value = entry.partition("=")
+            if name == ORIGINAL:
+                return container.with_variable(CUDA_VISIBLE_DEVICES, value)
     return container
 
 
@@ -68,8 +67,7 @@ def make(config: dict[str, Any], container: Container, decision: Decision, setti
 
 
 def _legacy(config: dict[str, Any], container: Container, request: Request, settings: Settings) -> Plan:
-    present = any(hook.stage == "prestart" and _is_ours(hook.path) for hook in oci.hooks_of(config))
-    if not request or present:
+    if not request or any(map(_is_ours, _prestart(config))):
         return Plan(config, Injection(), RootfsWork())
     path = programs.hook(settings.hook_path)
     env = [f"PATH={':'.join(programs.search_path())}"]  # never empty: runc would hand the container's to the hook
@@ -90,14 +88,36 @@ def _direct(config: dict[str, Any], container: Container, decision: Decision, se
         injection = _injection(request, decision.mode, settings)
         config = oci.apply(config, injection)
         config = _with_cuda(config, _cuda_env(request, container, settings))
-    if not config.get("hooks"):
-        return Plan(config, injection, injection.rootfs, _libraries(config, injection, injection.rootfs))
-    from gpulet.injection import cdi
+    config, work = _take_over(config, injection.rootfs)
+    if work.freeze_device_nodes:
+        config = _frozen(config)
+    return Plan(config, injection, work, _libraries(config, injection, work))
 
-    hooks = [hook for hook in oci.hooks_of(config) if not (hook.stage == "prestart" and _is_ours(hook.path))]
-    taken, remaining = cdi.take_over(tuple(hooks))
-    work = _merged(injection.rootfs, taken)
-    return Plan(oci.keep_hooks(config, tuple(remaining)), injection, work, _libraries(config, injection, work))
+
+def _take_over(config: dict[str, Any], work: RootfsWork) -> tuple[dict[str, Any], RootfsWork]:
+    """The config.json without the prestart hook and the hooks whose work can be done now, and that work added."""
+    if not config.get("hooks"):
+        return config, work
+    from gpulet.injection import cdi_hooks
+
+    hooks = {**config["hooks"], "prestart": [hook for hook in _prestart(config) if not _is_ours(hook)]}
+    names = [str(node.get("path")) for node in (config.get("linux") or {}).get("devices") or ()]
+    minors = [int(name[11:]) for name in names if name.startswith("/dev/nvidia") and name[11:].isdigit()]
+    taken, remaining = cdi_hooks.take_over(hooks, minors=minors)
+    return oci.with_hooks(config, remaining), cdi_hooks.join([work, taken])
+
+
+def _frozen(config: dict[str, Any]) -> dict[str, Any]:
+    """Hiding the driver's ModifyDeviceFiles needs a mount inside the container's /proc, which low-level runtimes refuse
+    in a spec: a hook does it, on nodes where the driver makes device nodes at all."""
+    from gpulet.injection import rootfs
+
+    program = programs.cdi_hook()
+    if not program or rootfs.frozen_params() is None:
+        return config
+    name = os.path.basename(program)
+    env = ("GPULET_HOOK=1",)  # never empty: runc would hand the container's environment to the hook
+    return oci.add_hook(config, Hook("createContainer", program, (name, "disable-device-node-modification"), env))
 
 
 def _injection(request: Request, mode: str, settings: Settings) -> Injection:
@@ -135,9 +155,10 @@ def _mixed(device: str, request: Request) -> None:
 
 
 def _resolve(names: tuple[str, ...], settings: Settings) -> Injection:
-    from gpulet.injection.cdi import Registry
+    from gpulet.injection.cdi_hooks import absorb
+    from gpulet.injection.cdi_registry import Registry
 
-    return Registry(settings.cdi_spec_dirs).resolve(names)
+    return absorb(Registry(settings.cdi_spec_dirs).resolve(names))
 
 
 def _from_node(request: Request, settings: Settings) -> Injection:
@@ -190,12 +211,6 @@ def _with_cuda(config: dict[str, Any], pairs: tuple[tuple[str, str | None], ...]
     return config
 
 
-def _merged(first: RootfsWork, second: RootfsWork) -> RootfsWork:
-    from gpulet.injection.build import merge
-
-    return merge([Injection(rootfs=first), Injection(rootfs=second)]).rootfs
-
-
 def _libraries(config: dict[str, Any], injection: Injection, work: RootfsWork) -> tuple[Mount, ...]:
     """The mounts that bring libraries into the folders of the loader's cache: the injection's, and those that an engine
     has put into config.json already."""
@@ -208,5 +223,10 @@ def _libraries(config: dict[str, Any], injection: Injection, work: RootfsWork) -
     return tuple(known.values())
 
 
-def _is_ours(path: str) -> bool:
-    return os.path.basename(path) in PRESTART_HOOKS
+def _prestart(config: dict[str, Any]) -> list[dict[str, Any]]:
+    return (config.get("hooks") or {}).get("prestart") or []
+
+
+def _is_ours(hook: dict[str, Any]) -> bool:
+    """Whether a prestart hook is the one that puts GPUs in, ours or the peer's."""
+    return os.path.basename(hook.get("path") or "") in PRESTART_HOOKS

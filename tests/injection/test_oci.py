@@ -1,0 +1,160 @@
+"""oci.py: an Injection in a config.json. The input is never changed, twice is once, unknown fields stay."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from gpulet.injection import oci
+from gpulet.injection.model import DeviceNode, Hook, Injection, Mount
+
+GPU = DeviceNode("/dev/nvidia1", "/x/dev/nvidia1", 195, 1)
+LIBRARY = Mount("/host/libcuda.so.1", "/usr/lib/libcuda.so.1", kind="library")
+HOOK = Hook("createContainer", "/bin/other", ("other", "go"), ("A=1",), 5)
+DENY = {"allow": False, "access": "rwm"}
+ALLOW = {"allow": True, "type": "c", "major": 195, "minor": 1, "access": "rwm"}
+EVERYTHING = Injection(
+    devices=(GPU,), mounts=(LIBRARY,), env=(("NVIDIA_VISIBLE_DEVICES", "void"),), gids=(44, 0), hooks=(HOOK,)
+)
+
+
+def config() -> dict[str, Any]:
+    return {
+        "ociVersion": "1.0.2",
+        "x-unknown": {"deep": [1, {"a": None}]},
+        "process": {
+            "user": {"uid": 0, "gid": 0, "x": 1},
+            "env": ["A=/b", "NVIDIA_VISIBLE_DEVICES=1"],
+            "new": True,
+        },
+        "root": {"path": "rootfs"},
+        "mounts": [
+            {"destination": "/proc", "type": "proc", "source": "proc", "x": 1},
+            {"destination": "/usr/lib/deep/er/x", "source": "/a"},
+            {"destination": "/data", "source": "/b"},
+        ],
+        "linux": {"resources": {"devices": [DENY], "memory": {}}, "seccomp": {"x": 1}},
+    }
+
+
+def test_the_parts_and_what_stays() -> None:
+    before = config()
+    kept = copy.deepcopy(before)
+    after = oci.apply(before, EVERYTHING)
+    assert before == kept
+    assert after["process"]["env"] == ["A=/b", "NVIDIA_VISIBLE_DEVICES=void"]
+    assert after["process"]["user"] == {"uid": 0, "gid": 0, "x": 1, "additionalGids": [44]}
+    assert after["process"]["new"] is True
+    assert after["linux"]["devices"] == [
+        {"path": "/dev/nvidia1", "type": "c", "major": 195, "minor": 1, "fileMode": 0o666}
+    ]
+    assert after["linux"]["resources"] == {"devices": [DENY, ALLOW], "memory": {}}
+    assert after["linux"]["seccomp"] == {"x": 1}
+    assert after["hooks"] == {
+        "createContainer": [{"path": "/bin/other", "args": ["other", "go"], "env": ["A=1"], "timeout": 5}]
+    }
+    assert after["x-unknown"] == kept["x-unknown"]
+    assert [mount["destination"] for mount in after["mounts"]] == [
+        "/proc",
+        "/data",
+        "/usr/lib/libcuda.so.1",
+        "/usr/lib/deep/er/x",
+    ]
+    assert after["mounts"][0] == kept["mounts"][0]
+    assert after["mounts"][2] == {
+        "destination": "/usr/lib/libcuda.so.1",
+        "source": "/host/libcuda.so.1",
+        "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"],
+    }
+
+
+def test_twice_is_once() -> None:
+    once = oci.apply(config(), EVERYTHING)
+    assert oci.apply(once, EVERYTHING) == once
+
+
+def test_nothing_to_do_changes_nothing_not_even_the_order_of_mounts() -> None:
+    assert oci.apply(config(), Injection()) == config()
+
+
+def test_an_empty_config_gets_its_parts() -> None:
+    after = oci.apply({}, EVERYTHING)
+    assert after["process"] == {"env": ["NVIDIA_VISIBLE_DEVICES=void"], "user": {"additionalGids": [44]}}
+    assert after["linux"]["resources"]["devices"] == [ALLOW]
+
+
+def test_null_parts_are_empty_parts() -> None:
+    nothing = {"process": None, "mounts": None, "hooks": None, "linux": {"devices": None, "resources": None}}
+    assert oci.apply(nothing, EVERYTHING) == oci.apply({}, EVERYTHING)
+
+
+def test_a_variable_is_replaced_where_it_stands_and_its_repetitions_go() -> None:
+    before = {"process": {"env": ["A=1", "B=2", "A=3", "AB=4"]}}
+    assert oci.set_env(before, (("A", "x"), ("C", "y")))["process"]["env"] == ["A=x", "B=2", "AB=4", "C=y"]
+    assert oci.unset_env(before, "A")["process"]["env"] == ["B=2", "AB=4"]
+
+
+def test_a_device_replaces_the_one_at_its_path() -> None:
+    before = {"linux": {"devices": [{"path": "/dev/nvidia1", "type": "b"}, {"path": "/dev/x", "type": "c"}]}}
+    devices = oci.apply(before, Injection(devices=(GPU,)))["linux"]["devices"]
+    assert [(entry["path"], entry["type"]) for entry in devices] == [("/dev/x", "c"), ("/dev/nvidia1", "c")]
+
+
+@pytest.mark.parametrize(
+    ("user", "node", "owner"),
+    [
+        ({"uid": 1000, "gid": 100}, GPU, (1000, 100)),
+        ({"uid": 1000}, GPU.replace(uid=7, gid=44), (7, 44)),
+        ({}, GPU, (None, None)),
+    ],
+)
+def test_a_node_without_owner_belongs_to_the_user(user: dict[str, int], node: DeviceNode, owner: object) -> None:
+    entry = oci.apply({"process": {"user": user}}, Injection(devices=(node,)))["linux"]["devices"][0]
+    assert (entry.get("uid"), entry.get("gid")) == owner
+
+
+def test_a_rule_counts_only_behind_the_last_denial() -> None:
+    def rules(*before: dict[str, Any]) -> list[dict[str, Any]]:
+        linux = {"resources": {"devices": list(before)}}
+        return oci.apply({"linux": linux}, Injection(devices=(GPU,)))["linux"]["resources"]["devices"]
+
+    assert rules(DENY, ALLOW) == [DENY, ALLOW]
+    assert rules(ALLOW, DENY) == [ALLOW, DENY, ALLOW]
+    assert rules(DENY, ALLOW | {"access": "r"}) == [DENY, ALLOW | {"access": "r"}, ALLOW]
+    pipe = GPU.replace(type="p")
+    assert oci.apply({}, Injection(devices=(pipe,)))["linux"]["resources"]["devices"] == []
+
+
+def test_mounts_with_one_destination_are_one_and_parents_come_first() -> None:
+    before = {
+        "mounts": [{"destination": "/usr/lib/libcuda.so.1/", "source": "/old"}, {"destination": "/a/b", "source": "/s"}]
+    }
+    added = (LIBRARY, Mount("/s", "/a", ("bind",), type="bind"), LIBRARY.replace(source="/newer"))
+    after = oci.apply(before, Injection(mounts=added))["mounts"]
+    assert [(entry["destination"], entry["source"]) for entry in after] == [
+        ("/a", "/s"),
+        ("/a/b", "/s"),
+        ("/usr/lib/libcuda.so.1", "/newer"),
+    ]
+    assert after[0] == {"destination": "/a", "source": "/s", "type": "bind", "options": ["bind"]}
+
+
+def test_hooks_are_added_once_and_replaced_whole() -> None:
+    before = oci.add_hook({"hooks": {"poststop": [{"path": "/z", "unknown": 1}], "prestart": None}}, HOOK)
+    assert oci.add_hook(before, HOOK) == before
+    assert list(before["hooks"]) == ["poststop", "prestart", "createContainer"]
+    assert oci.with_hooks(before, {"poststop": before["hooks"]["poststop"], "prestart": []})["hooks"] == {
+        "poststop": [{"path": "/z", "unknown": 1}]
+    }
+    assert "hooks" not in oci.with_hooks(before, {})
+
+
+def test_network_devices_and_resource_control() -> None:
+    injection = Injection(net_devices=(("eth9", "net0"),), intel_rdt=(("closID", "x"), ("schemata", ("a", "b"))))
+    linux = oci.apply({"linux": {"netDevices": {"eth8": {"name": "y"}}, "intelRdt": {"z": 1}}}, injection)["linux"]
+    assert linux == {
+        "netDevices": {"eth8": {"name": "y"}, "eth9": {"name": "net0"}},
+        "intelRdt": {"closID": "x", "schemata": ["a", "b"]},
+    }

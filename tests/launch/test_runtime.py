@@ -1,0 +1,255 @@
+"""gpulet-runtime as a program: what it makes of bundles, what it hands on, how it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.containers import UID, config, pod
+from support.driver_tree import uuid
+from support.machine import Machine
+
+V = "NVIDIA_VISIBLE_DEVICES"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def gpus(config: dict[str, Any]) -> list[str]:
+    """The GPUs' nodes in a config.json, each of which must have its rule too."""
+    devices = config.get("linux", {}).get("devices", [])
+    rules = config.get("linux", {}).get("resources", {}).get("devices", [])
+    for node in devices:
+        assert {"allow": True, "type": "c", "major": node["major"], "minor": node["minor"], "access": "rwm"} in rules
+    return sorted(node["path"] for node in devices if node["path"].removeprefix("/dev/nvidia").isdigit())
+
+
+def destinations(config: dict[str, Any]) -> str:
+    return " ".join(mount["destination"] for mount in config["mounts"])
+
+
+@pytest.mark.parametrize(
+    ("env", "seen"),
+    [
+        ((f"{V}=1",), ["/dev/nvidia1"]),
+        ((f"{V}=0,0",), ["/dev/nvidia0"]),
+        ((f"{V}=all",), ["/dev/nvidia0", "/dev/nvidia1"]),
+        ((f"{V}={uuid(1)}",), ["/dev/nvidia1"]),
+        ((f"{V}=runtime.nvidia.com/gpu=1",), ["/dev/nvidia1"]),
+        ((f"{V}=none",), []),
+        (("CUDA_VERSION=11.0",), ["/dev/nvidia0", "/dev/nvidia1"]),
+    ],
+)
+def test_gpus_go_in_with_their_driver(machine: Machine, env: tuple[str, ...], seen: list[str]) -> None:
+    after = machine.create(config(*env))
+    assert gpus(after) == seen
+    assert "libcuda.so.570.86.15" in destinations(after)
+    assert f"{V}=void" in after["process"]["env"]
+    assert "hooks" not in after
+    assert (machine.bundle / "rootfs/etc/ld.so.cache").exists()
+
+
+def test_twice_is_once(machine: Machine) -> None:
+    once = machine.create(config(f"{V}=1"))
+    assert machine.create({}, again=True) == once
+
+
+@pytest.mark.parametrize("env", [("A=1",), (f"{V}=void",), (f"{V}=",)])
+def test_who_asks_for_nothing_is_left_alone(machine: Machine, env: tuple[str, ...]) -> None:
+    path = machine.make(config(*env))
+    before = path.read_bytes(), path.stat().st_ino
+    done = machine.run("gpulet-runtime", "create", "--bundle", str(machine.bundle), "x")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert machine.called("low")
+    assert (path.read_bytes(), path.stat().st_ino) == before
+    assert not (machine.folder / "log").exists()
+    assert not (machine.bundle / "rootfs/etc/ld.so.cache").exists()
+
+
+def test_capabilities_decide_what_is_mounted(machine: Machine) -> None:
+    few = destinations(machine.create(config(f"{V}=0", "NVIDIA_DRIVER_CAPABILITIES=utility")))
+    assert "libnvidia-ml" in few
+    assert "libcuda" not in few
+    machine.configure(rest='[gpulet]\ncapabilities = "all"\n')
+    every = destinations(machine.create(config(f"{V}=0", "NVIDIA_DRIVER_CAPABILITIES=utility")))
+    assert "libcuda" in every
+    assert "libGLX_nvidia" in every
+
+
+def test_a_pause_container_goes_straight_through(machine: Machine) -> None:
+    before = config(f"{V}=all", annotations=pod(kind="sandbox"))
+    assert machine.create(before) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["state", "x"],
+        ["--root", "/r", "delete", "--force", "create"],
+        ["exec", "x", "sh", "-c", "a b"],
+        [],
+        ["run", "x"],
+    ],
+)
+def test_everything_else_goes_through_untouched(machine: Machine, arguments: list[str]) -> None:
+    done = machine.run("gpulet-runtime", *arguments, NAMESPACE="k8s.io", TTRPC_ADDRESS="/run/x")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert machine.called("low") == (arguments or [""])
+    assert machine.environment("low")["TTRPC_ADDRESS"] == "/run/x"
+
+
+def test_with_a_broken_configuration_containers_can_still_be_stopped(machine: Machine) -> None:
+    machine.config_file.write_text("[")
+    low = machine.folder / "bin" / "low"
+    low.rename(machine.folder / "bin" / "runc")
+    path = f"{machine.folder}/bin:/usr/bin:/bin"
+    assert machine.run("gpulet-runtime", "delete", "x", PATH=path).returncode == 0
+    assert (machine.folder / "bin" / "runc.argv").read_text() == "delete\nx\n"
+    machine.make(config())
+    done = machine.run("gpulet-runtime", "create", "--bundle", str(machine.bundle), "x", PATH=path)
+    assert done.returncode == 1
+    assert "config.toml" in done.stderr
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_a_failure_reaches_the_engine_and_changes_nothing(machine: Machine, form: str) -> None:
+    path = machine.make(config(f"{V}=7"))
+    before = path.read_bytes()
+    log = machine.folder / "engine.log"
+    arguments = ["--log", str(log), "--log-format", form, "create", "--bundle", str(machine.bundle), "x"]
+    done = machine.run("gpulet-runtime", *arguments)
+    assert done.returncode == 1
+    assert machine.called("low") is None
+    assert path.read_bytes() == before
+    assert not (machine.bundle / "rootfs/etc/ld.so.cache").exists()
+    assert len(done.stderr.splitlines()) == 1
+    assert "level=error" in done.stderr
+    lines = log.read_text().splitlines()
+    if form == "json":
+        told = [json.loads(line) for line in lines]
+        assert [one["level"] for one in told] == ["error"]
+        assert "7" in told[0]["msg"]
+    else:
+        assert lines[0].startswith('time="')
+        assert "level=error msg=" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ((f"{V}=nvidia.com/gpu=0,1",), "mixed"),
+        ((f"{V}=runtime.nvidia.com/gpu=0,1",), "mixed"),
+        ((f"{V}=0", "NVIDIA_REQUIRE_CUDA=cuda>=99"), "unsatisfied condition: cuda>=99"),
+        ((f"{V}=0", "NVIDIA_REQUIRE_CUDA=foo"), "invalid expression"),
+        ((f"{V}=GPU-nope",), "GPU-nope"),
+        (("BROKEN",), "invalid environment variable"),
+    ],
+)
+def test_what_cannot_be_given_starts_nothing(machine: Machine, env: tuple[str, ...], message: str) -> None:
+    machine.make(config(*env))
+    done = machine.run("gpulet-runtime", "create", "--bundle", str(machine.bundle), "x")
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert machine.called("low") is None
+
+
+def test_requirements_can_be_switched_off(machine: Machine) -> None:
+    env = (f"{V}=0", "NVIDIA_REQUIRE_CUDA=cuda>=99")
+    assert gpus(machine.create(config(*env, "NVIDIA_DISABLE_REQUIRE=true"))) == ["/dev/nvidia0"]
+    machine.configure("disable-require = true")
+    assert gpus(machine.create(config(*env))) == ["/dev/nvidia0"]
+
+
+def test_no_low_level_runtime_lists_what_was_tried(machine: Machine) -> None:
+    machine.low.unlink()
+    done = machine.run("gpulet-runtime", "state", "x")
+    assert done.returncode == 1
+    assert f"tried {machine.low}" in done.stderr
+
+
+def test_itself_is_no_low_level_runtime(machine: Machine) -> None:
+    machine.low.unlink()
+    machine.low.symlink_to("gpulet-runtime")
+    done = machine.run("gpulet-runtime", "state", "x")
+    assert "no low-level runtime" in done.stderr
+
+
+def test_the_kubelets_ledger_decides(machine: Machine) -> None:
+    book = machine.folder / "ledger"
+    entry = {"PodUID": UID, "ContainerName": "main", "ResourceName": "nvidia.com/gpu", "DeviceIDs": {"-1": [uuid(1)]}}
+    book.write_text(json.dumps({"Data": {"PodDeviceEntries": [entry]}, "Checksum": 0}))
+    machine.configure(rest=f"[gpulet.policy]\ngrants = 'kubelet'\ncheckpoint = '{book}'\n")
+    assert gpus(machine.create(config(f"{V}=all", annotations=pod()))) == ["/dev/nvidia1"]
+    assert gpus(machine.create(config(f"{V}=all", annotations=pod(container="side")))) == []
+    assert "the kubelet allocated no GPU" in (machine.folder / "log").read_text()
+    book.unlink()
+    assert gpus(machine.create(config(f"{V}=all", annotations=pod()))) == []
+    assert "can't be read" in (machine.folder / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "mounts", "inside"),
+    [
+        ("1", (), ["CUDA_VISIBLE_DEVICES=0"]),
+        (uuid(1), (), [f"CUDA_VISIBLE_DEVICES={uuid(1)}"]),
+        ("all", (), []),
+        ("none", (), ["CUDA_VISIBLE_DEVICES="]),
+        ("/var/run/nvidia-container-devices", (uuid(0),), [f"CUDA_VISIBLE_DEVICES={uuid(0)}"]),
+    ],
+)
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+def test_cuda_visible_devices_means_inside_what_cuda_reads(
+    machine: Machine, value: str, mounts: tuple[str, ...], inside: list[str], mode: str
+) -> None:
+    machine.configure(
+        "accept-nvidia-visible-devices-as-volume-mounts = true",
+        cli="visible-devices-envvars = ['CUDA_VISIBLE_DEVICES']",
+        runtime=f"mode = '{mode}'",
+    )
+    once = machine.create(config(f"CUDA_VISIBLE_DEVICES={value}", mounts=mounts))
+    assert [entry for entry in once["process"]["env"] if entry.startswith("CUDA_")] == inside
+    assert machine.create({}, again=True) == once  # index 1 has become 0: a second run must not take GPU 0
+    if mode == "legacy":
+        assert f"GPULET_VISIBLE_DEVICES={value}" in once["hooks"]["prestart"][0]["env"]
+
+
+def test_legacy_adds_one_prestart_hook_with_an_environment_of_its_own(machine: Machine) -> None:
+    machine.configure(runtime="mode = 'legacy'")
+    once = machine.create(config(f"{V}=1"))
+    (hook,) = once["hooks"]["prestart"]
+    path = f"{machine.folder}/bin/gpulet-hook"
+    assert (hook["path"], hook["args"]) == (path, ["gpulet-hook", "prestart"])
+    names = [entry.partition("=")[0] for entry in hook["env"]]
+    assert names == ["PATH", "GPULET_CONFIG"]
+    assert once | {"hooks": {}} == config(f"{V}=1") | {"hooks": {}}
+    assert machine.create({}, again=True) == once
+    theirs = config(f"{V}=1") | {"hooks": {"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}]}}
+    assert machine.create(theirs) == theirs
+    assert machine.create(config("A=1")) == config("A=1")
+
+
+def test_the_flavours_force_their_mode(machine: Machine) -> None:
+    (machine.folder / "bin" / "nvidia-container-runtime.legacy").symlink_to("gpulet-runtime")
+    path = machine.make(config(f"{V}=1"))
+    done = machine.run("nvidia-container-runtime.legacy", "create", "--bundle", str(machine.bundle), "x")
+    assert done.returncode == 0
+    assert "prestart" in json.loads(path.read_text())["hooks"]
+
+
+def test_version(machine: Machine) -> None:
+    done = machine.run("gpulet-runtime", "--version")
+    assert "gpulet runtime version" in done.stdout
+    assert machine.called("low") == ["--version"]
+
+
+def test_one_line_of_log_for_a_container_with_gpus(machine: Machine) -> None:
+    machine.create(config(f"{V}=1", annotations=pod()))
+    (line,) = (machine.folder / "log").read_text().splitlines()
+    assert "source=environment" in line
+    assert "container=main" in line
+    assert "devices=1" in line
