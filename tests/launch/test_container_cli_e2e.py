@@ -1,0 +1,98 @@
+"""gpulet-container-cli configure and gpulet-cdi-hook called by a real runc, on a simulated node."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gpulet.sim import node as sim
+from gpulet.sim.node import SimNode
+from support.namespaced import mounts
+from support.real_container import Bundle, config
+
+pytestmark = [pytest.mark.root, pytest.mark.e2e]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> SimNode:
+    return sim.create(tmp_path_factory.mktemp("node") / "n", "h100x8")
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return Bundle(tmp_path)
+
+
+def configure(bundle: Bundle, node: SimNode, options: str) -> str:
+    program = bundle.programs["gpulet-container-cli"]
+    return f"exec {program} --root={node.root} configure {options} --pid=$PID {bundle.root}"
+
+
+def probed(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_a_live_container_gets_its_gpus_and_no_other(bundle: Bundle, node: SimNode) -> None:
+    before = mounts()
+    hook = bundle.hook("prestart", configure(bundle, node, "--device=1,3 --compute --utility"))
+    seen = probed(bundle.run(config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]})))
+    assert [gpu["uuid"] for gpu in seen["nvml"]] == [node.gpus[1].uuid, node.gpus[3].uuid]
+    assert {"/dev/nvidia1", "/dev/nvidia3", "/dev/nvidiactl", "/dev/nvidia-uvm"} <= set(seen["devices"])
+    assert "/dev/nvidia0" not in seen["devices"]
+    assert seen["libraries"]["libcuda.so.1"]
+    assert {0, 2, 4, 5, 6, 7} <= set(seen["denied"])
+    assert not {1, 3} & set(seen["denied"])
+    flags = {item["path"]: set(item["flags"]) for item in seen["files"]}
+    assert {"ro", "nosuid", "noexec"} <= flags["/dev/nvidia1"]
+    assert {"ro", "nosuid", "nodev"} <= flags["/usr/bin/nvidia-smi"]
+    assert mounts() == before
+
+
+def test_without_cgroup_rules_the_nodes_stay_refused(bundle: Bundle, node: SimNode) -> None:
+    hook = bundle.hook("prestart", configure(bundle, node, "--no-cgroups --device=1 --utility"))
+    seen = probed(bundle.run(config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]})))
+    assert "/dev/nvidia1" in seen["devices"]
+    assert 1 in seen["denied"]
+
+
+def test_a_failing_hook_stops_the_container_with_one_line(bundle: Bundle, node: SimNode) -> None:
+    hook = bundle.hook("prestart", configure(bundle, node, "--device=77 --utility"))
+    done = bundle.run(config(["/bin/true"], hooks={"prestart": [hook]}))
+    assert done.returncode != 0
+    assert "device error: 77: unknown device" in done.stderr
+
+
+def test_the_cdi_hook_prepares_a_container_in_one_process(bundle: Bundle, node: SimNode) -> None:
+    folder = "/usr/lib/x86_64-linux-gnu"
+    sources = sorted(path for path in node.library_folder.glob("lib*.so.*") if not path.is_symlink())
+    binds = [
+        {"destination": f"{folder}/{path.name}", "source": str(path), "type": "bind", "options": ["bind", "ro"]}
+        for path in sources
+    ]
+    work = ["--link", f"libcuda.so.1::{folder}/libcuda.so", "--folder", folder]
+    hook = {
+        "path": str(bundle.programs["gpulet-cdi-hook"]),
+        "args": ["gpulet-cdi-hook", "prepare", *work, "--freeze-device-nodes", "--application-profile"],
+        "env": ["GPULET_HOOK=1"],
+    }
+    script = f"readlink {folder}/libcuda.so; readlink {folder}/libcuda.so.1; exec /usr/bin/gpulet-probe"
+    made = config(["/bin/sh", "-c", script], hooks={"createContainer": [hook]}, root={"readonly": True})
+    made["mounts"] += binds
+    done = bundle.run(made)
+    assert done.returncode == 0, done.stderr
+    first, second, last = done.stdout.splitlines()
+    assert first == "libcuda.so.1"
+    assert second.startswith("libcuda.so.")
+    assert json.loads(last)["libraries"]["libcuda.so.1"].startswith(folder)
+
+
+def test_the_loader_finds_the_library_by_soname_through_the_merged_cache(bundle: Bundle, node: SimNode) -> None:
+    hook = bundle.hook("prestart", configure(bundle, node, "--device=all --compute --utility"))
+    seen = probed(bundle.run(config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]})))
+    assert seen["nvml_error"] is None
+    assert len(seen["nvml"]) == 8
