@@ -212,7 +212,17 @@ def common(
     rootfs = placed.rootfs.replace(
         host_driver=(facts.driver or files.version) if asked.compute_libraries else "", freeze_device_nodes=True
     )
-    return Injection(nodes, placed.mounts, (("NVIDIA_VISIBLE_DEVICES", "void"),), _gids(nodes), rootfs=rootfs)
+    return Injection(nodes, placed.mounts, _environment(placed.mounts), _gids(nodes), rootfs=rootfs)
+
+
+def _environment(mounts: Iterable[Mount]) -> tuple[tuple[str, str], ...]:
+    """Where libcuda lies, for programs that look for it themselves; and "void", so that a runtime further down (a
+    container in the container) leaves alone what has been done already.
+    """
+    named = (mount.path.rpartition("/") for mount in mounts if mount.kind == "library")
+    cuda = dict.fromkeys(folder for folder, _, name in named if name.startswith("libcuda.so."))
+    found = (("NVIDIA_CTK_LIBCUDA_DIR", ":".join(cuda)),) if cuda else ()
+    return (*found, ("NVIDIA_VISIBLE_DEVICES", "void"))
 
 
 def device(
@@ -251,7 +261,7 @@ def imex(facts: NodeFacts, channels: Iterable[str], *, dev_root: str = "") -> In
     root = dev_root or facts.dev_root
     found = []
     for name in wanted:
-        if not name.isdigit() or int(name) not in facts.imex:
+        if not (name.isascii() and name.isdigit()) or int(name) not in facts.imex:
             raise UnknownDevice(
                 "unknown IMEX channel",
                 seen=name,

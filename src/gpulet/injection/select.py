@@ -90,7 +90,7 @@ def find_device(facts: NodeFacts, name: str) -> Gpu | MigDevice:
             return found[0]
         raise _unknown(facts, name, lost[0].reason if lost else "")
     parent, colon, slot = name.partition(":")
-    if colon and parent.isdigit() and slot.isdigit():
+    if colon and name.isascii() and parent.isdigit() and slot.isdigit():
         for mig in _migs(facts):
             if (mig.gpu, mig.slot) == (int(parent), int(slot)):
                 return mig

@@ -115,6 +115,8 @@ class _Search:
 
     def exists(self, path: str) -> bool:
         """Whether there is something at `path` below the root, be it a link."""
+        if self.root == "/":
+            return os.path.lexists(path)
         folder, _, name = path.rpartition("/")
         return os.path.lexists(below(self.root, f"{self.real(folder)}/{name}"))
 
