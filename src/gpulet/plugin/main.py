@@ -25,6 +25,7 @@ log = logging.getLogger("gpulet.plugin")
 def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFacts] | None = None) -> int:
     """Run the daemon until a signal ends it. Returns 0 after SIGTERM, SIGINT or SIGQUIT, 1 where it can't start,
     2 for a wrong command line. look: asks the node for its GPUs; NVML unless given."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of gRPC's own messages reaches us as errors
     words = list(sys.argv[1:] if argv is None else argv)
     if any(word in ("-h", "-help", "--help") for word in words):
         print(usage(PROGRAM))

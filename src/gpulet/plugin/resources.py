@@ -79,21 +79,21 @@ def inventory(facts: NodeFacts, config: Config) -> Inventory:
     found: dict[str, list[Device]] = {}
     problems: list[str] = [f"GPU {lost.index} {lost.uuid} {lost.bus_id}: {lost.reason}" for lost in facts.lost]
     gpus = [gpu for gpu in facts.gpus if gpu.name not in DISPLAY_ONLY]
-    single = _single_profile(gpus) if config.mig_strategy == "single" else ""
+    left_out = _inexpressible(gpus) if config.mig_strategy == "single" else {}
+    problems += left_out.values()
     for gpu in gpus:
-        if not (gpu.mig_enabled and config.mig_strategy != "none"):
-            _offer(found, _named(gpu.name, config.gpu_patterns, "gpu"), _whole(gpu))
+        if gpu.index in left_out:
             continue
-        if not gpu.mig:
+        if not gpu.mig_enabled or config.mig_strategy == "none":
+            _offer(found, _named(gpu.name, config.gpu_patterns, "gpu"), _whole(gpu))
+        elif not gpu.mig:
             problems.append(f"GPU {gpu.index} {gpu.uuid} is in MIG mode and has no MIG devices configured")
-        for mig in gpu.mig:
-            name, problem = _mig_resource(mig, config, single)
-            if problem:
-                problems.append(f"MIG device {mig.uuid} of GPU {gpu.index}: {problem}")
+        for mig in gpu.mig if config.mig_strategy != "none" else ():
+            if config.mig_strategy == "mixed" and "c." in mig.profile:
+                problems.append(f"MIG device {mig.uuid} of GPU {gpu.index}: profile {mig.profile} is only part of a "
+                                "GPU instance; strategy as-is offers it")  # fmt: skip
             else:
-                _offer(found, name, _slice(gpu, mig))
-    if config.mig_strategy == "single" and single:
-        problems += _without_whole(found, gpus)
+                _offer(found, _mig_name(mig, config), _slice(gpu, mig))
     if config.mps_active and any(device.mig for devices in found.values() for device in devices):
         problems.append("sharing using MPS is not supported for MIG devices: they are left out")
         found = {name: kept for name, devices in found.items() if (kept := [d for d in devices if not d.mig])}
@@ -121,35 +121,30 @@ def _named(text: str, patterns: tuple[Pattern, ...], default: str) -> str:
     return next((row.name for row in patterns if row.matches(text)), PREFIX + default)
 
 
-def _mig_resource(mig: MigDevice, config: Config, single: str) -> tuple[str, str]:
-    """(resource, why it can't be offered)."""
-    if config.mig_strategy == "single":
-        if mig.profile != single:
-            return "", f"profile {mig.profile} beside {single}; more than one MIG device type present on node"
-        return _named(mig.profile, config.mig_patterns, "gpu"), ""
-    if config.mig_strategy == "mixed" and "c." in mig.profile:
-        return "", f"profile {mig.profile} is only part of a GPU instance; strategy as-is offers it"
-    return _named(mig.profile, config.mig_patterns, f"mig-{mig.profile.replace('+', '.').replace(',', '.')}"), ""
+def _mig_name(mig: MigDevice, config: Config) -> str:
+    own = f"mig-{mig.profile.replace('+', '.').replace(',', '.')}"
+    return _named(mig.profile, config.mig_patterns, "gpu" if config.mig_strategy == "single" else own)
 
 
-def _single_profile(gpus: list[Gpu]) -> str:
-    """The profile that strategy single offers: the one with the most devices, the first by name among equals."""
-    profiles = [mig.profile for gpu in gpus if gpu.mig_enabled for mig in gpu.mig]
-    return min(set(profiles), key=lambda profile: (-profiles.count(profile), profile), default="")
-
-
-def _without_whole(found: dict[str, list[Device]], gpus: list[Gpu]) -> list[str]:
-    """Take the whole GPUs out beside MIG devices: under one name a Pod couldn't tell which of the two it gets."""
-    for name in list(found):
-        found[name] = [device for device in found[name] if device.mig]
-        if not found[name]:
-            del found[name]
-    return [
-        f"GPU {gpu.index} {gpu.uuid} is not in MIG mode; all devices on the node must be configured with the same "
-        "migEnabled value under strategy single"
-        for gpu in gpus
-        if not gpu.mig_enabled
-    ]
+def _inexpressible(gpus: list[Gpu]) -> dict[int, str]:
+    """GPUs that strategy single can't offer, index -> why. One name stands for one kind of device: the MIG profile
+    that most GPUs consist of (the first by name among equals), or whole GPUs where none is partitioned so."""
+    profiles = {gpu.index: sorted({mig.profile for mig in gpu.mig}) for gpu in gpus if gpu.mig_enabled and gpu.mig}
+    uniform = [own[0] for own in profiles.values() if len(own) == 1]
+    kind = min(set(uniform), key=lambda profile: (-uniform.count(profile), profile), default="")
+    reasons = {}
+    for gpu in gpus:
+        own = profiles.get(gpu.index, [])
+        if own and own != [kind]:
+            counts = ", ".join(f"{name}×{[mig.profile for mig in gpu.mig].count(name)}" for name in own)
+            wanted = f"one, here {kind}" if kind else "one"
+            reasons[gpu.index] = f"GPU {gpu.index} {gpu.uuid} has profiles {counts}; strategy single needs {wanted}"
+        elif kind and not gpu.mig_enabled:
+            reasons[gpu.index] = (
+                f"GPU {gpu.index} {gpu.uuid} is not in MIG mode; all devices on the node must be configured with the "
+                "same migEnabled value under strategy single"
+            )
+    return reasons
 
 
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")

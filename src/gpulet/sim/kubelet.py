@@ -7,6 +7,7 @@ for a preferred allocation before Allocate, and writes its checkpoint before a c
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 import time
@@ -60,13 +61,18 @@ class _Endpoint:
         self.stopped = False
         self._manager = manager
         self._stream: Any = None
+        self._turn = threading.Lock()  # opening and closing may meet when the kubelet stops during a registration
+        self._closed = False
         self._thread = threading.Thread(target=self._read, name=f"kubelet-{resource}", daemon=True)
 
     def open(self) -> None:
         """Ask for the options and open the stream. Raises grpc.RpcError."""
         self.options = self.stub.GetDevicePluginOptions(pb.Empty(), timeout=CALL_BACK_TIMEOUT, wait_for_ready=True)
-        self._stream = self.stub.ListAndWatch(pb.Empty())
-        self._thread.start()
+        with self._turn:
+            if self._closed:
+                return
+            self._stream = self.stub.ListAndWatch(pb.Empty())
+            self._thread.start()
 
     def _read(self) -> None:
         try:
@@ -80,10 +86,12 @@ class _Endpoint:
 
     def close(self) -> None:
         """End the stream and wait for its thread."""
-        if self._stream is not None:
-            self._stream.cancel()
-            if threading.current_thread() is not self._thread:
-                self._thread.join(5)
+        with self._turn:
+            self._closed = True
+            stream = self._stream
+        if stream is not None:
+            stream.cancel()
+            self._thread.join(5)
         self.channel.close()
 
 
@@ -102,9 +110,11 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         self._endpoints: dict[str, _Endpoint] = {}
         self._devices: dict[str, dict[str, Any]] = {}  # resource -> id -> pb.Device
         self._server: Any = None
+        self._running = False
 
     def start(self) -> None:
         """Delete the folder's sockets, as the real one does, and open the registration service."""
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a plugin that goes away is no news for the terminal
         self.folder.mkdir(mode=0o750, parents=True, exist_ok=True)
         for entry in self.folder.iterdir():
             if stat.S_ISSOCK(entry.lstat().st_mode):
@@ -114,6 +124,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
             for resource, ids in self._ledger.registered.items():
                 unhealthy = {device_id: pb.Device(ID=device_id, health="Unhealthy") for device_id in ids}
                 self._devices.setdefault(resource, unhealthy)
+            self._running = True
         self._server = grpc.server(ThreadPoolExecutor(4, thread_name_prefix="kubelet"))
         rpc.add_RegistrationServicer_to_server(self, self._server)
         hidden = self.folder / ".kubelet.sock"  # renamed, so that the socket accepts from the moment it is seen
@@ -125,12 +136,13 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         """End every stream and the service. The sockets stay behind, as when the process is killed."""
         if self._server is None:
             return
-        self._server.stop(None).wait()
-        self._server = None
         with self._changed:
+            self._running = False
             endpoints, self._endpoints = list(self._endpoints.values()), {}
         for endpoint in endpoints:
             endpoint.close()
+        self._server.stop(None).wait()
+        self._server = None
 
     def restart(self) -> None:
         """Stop and start: plugins have to register again; pods keep what they have."""
@@ -157,6 +169,8 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
             context.abort(grpc.StatusCode.UNKNOWN, f"the ResourceName {request.resource_name!r} is invalid")
         endpoint = _Endpoint(self.folder / request.endpoint, request.resource_name, self)
         with self._changed:
+            if not self._running:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the kubelet is stopping")
             old = self._endpoints.pop(request.resource_name, None)
             self._endpoints[request.resource_name] = endpoint
         if old:

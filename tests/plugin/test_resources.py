@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import pytest
+
+from gpulet.errors import ConfigError
+from gpulet.node.gpu import Lost
+from gpulet.plugin.config import Config
+from gpulet.plugin.resources import inventory
+from gpulet.plugin.sharing import Pattern, Shared, Sharing
+from support.hand_made import facts, gpu, gpu_uuid, mig_gpu
+
+
+def offered(node, **settings) -> dict[str, int]:
+    return {one.name: len(one.devices) for one in inventory(node, Config(**settings)).resources}
+
+
+def test_plain_gpus():
+    (resource,) = inventory(facts(gpu(0, numa=1), gpu(1, minor=7)), Config()).resources
+    assert (resource.name, resource.endpoint) == ("nvidia.com/gpu", "nvidia-gpu.sock")
+    assert [(one.id, one.index, one.paths, one.numa) for one in resource.devices] == [
+        (gpu_uuid(0), "0", ("/dev/nvidia0",), 1),
+        (gpu_uuid(1), "1", ("/dev/nvidia7",), -1),
+    ]
+
+
+def test_a_lost_gpu_hides_no_other():
+    found = inventory(facts(2, lost=(Lost(2, "GPU is lost (NVML 15)"),)), Config())
+    assert len(found.resources[0].devices) == 2
+    assert "GPU is lost" in found.problems[0]
+
+
+def test_display_adapters_are_no_compute_devices():
+    assert offered(facts(gpu(0), gpu(1, name="NVIDIA DGX Display"), gpu(2))) == {"nvidia.com/gpu": 2}
+
+
+GPU, MIG = "nvidia.com/gpu", "nvidia.com/mig-"
+SEVEN = ("1g.10gb",) * 7
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "wanted"),
+    [
+        ("none", [mig_gpu(0, *SEVEN), gpu(1)], {"nvidia.com/gpu": 2}),
+        ("mixed", [mig_gpu(0, *SEVEN), mig_gpu(1, "1g.10gb"), gpu(2)], {GPU: 1, "nvidia.com/mig-1g.10gb": 8}),
+        ("mixed", [mig_gpu(0), gpu(1)], {"nvidia.com/gpu": 1}),
+        ("mixed", [mig_gpu(0, "1g.10gb+me", "1g.9gb-me")], {MIG + "1g.10gb.me": 1, MIG + "1g.9gb-me": 1}),
+        ("mixed", [mig_gpu(0, "1c.2g.20gb", "2g.20gb")], {"nvidia.com/mig-2g.20gb": 1}),
+        ("as-is", [mig_gpu(0, "1c.2g.20gb", "2g.20gb")], {MIG + "1c.2g.20gb": 1, MIG + "2g.20gb": 1}),
+        ("single", [mig_gpu(0, *SEVEN), mig_gpu(1, *SEVEN)], {"nvidia.com/gpu": 14}),
+        ("single", [gpu(0), gpu(1)], {"nvidia.com/gpu": 2}),
+        ("single", [mig_gpu(0, *SEVEN), gpu(1)], {"nvidia.com/gpu": 7}),
+        ("single", [mig_gpu(0, *SEVEN), mig_gpu(1)], {"nvidia.com/gpu": 7}),
+        ("single", [mig_gpu(0, "1g.10gb", "1g.10gb", "2g.20gb"), mig_gpu(1, *SEVEN)], {"nvidia.com/gpu": 7}),
+        ("single", [mig_gpu(0, "1g.10gb", "2g.20gb")], {}),
+    ],
+)  # fmt: skip
+def test_mig_strategies(strategy, gpus, wanted):
+    assert offered(facts(*gpus), mig_strategy=strategy) == wanted
+
+
+def test_a_layout_that_single_cannot_express_takes_that_gpu_out_with_a_reason():
+    found = inventory(
+        facts(mig_gpu(0, "1g.6gb", "1g.6gb", "2g.12gb"), mig_gpu(1, *SEVEN)), Config(mig_strategy="single")
+    )
+    assert found.problems == (
+        f"GPU 0 {gpu_uuid(0)} has profiles 1g.6gb×2, 2g.12gb×1; strategy single needs one, here 1g.10gb",
+    )
+
+
+def test_mig_devices():
+    (resource,) = inventory(facts(mig_gpu(3, "1g.10gb", numa=1)), Config(mig_strategy="mixed")).resources
+    (device,) = resource.devices
+    assert device.index == "3:0"
+    assert device.paths == ("/dev/nvidia3", "/dev/nvidia-caps/nvidia-cap303", "/dev/nvidia-caps/nvidia-cap304")
+    assert (device.gpu_uuid, device.gi, device.ci, device.numa) == (gpu_uuid(3), 7, 0, 1)
+    assert resource.endpoint == "nvidia-mig-1g.10gb.sock"
+
+
+def test_names_by_pattern():
+    node = facts(gpu(0, name="NVIDIA A100"), gpu(1, name="NVIDIA H100"), gpu(2, name="Tesla T4"))
+    patterns = (Pattern("*A100*", "nvidia.com/a100"), Pattern("*H100*", "nvidia.com/h100"))
+    assert offered(node, gpu_patterns=patterns) == {"nvidia.com/a100": 1, "nvidia.com/gpu": 1, "nvidia.com/h100": 1}
+
+
+def sharing(**values) -> Sharing:
+    return Sharing((Shared("nvidia.com/gpu", 10, **values),))
+
+
+def test_time_slicing():
+    assert offered(facts(8), time_slicing=sharing()) == {"nvidia.com/gpu": 80}
+    assert offered(facts(8), time_slicing=sharing(rename="nvidia.com/gpu.shared")) == {"nvidia.com/gpu.shared": 80}
+    some = sharing(rename="nvidia.com/gpu.shared", devices=("1", gpu_uuid(3)))
+    assert offered(facts(8), time_slicing=some) == {"nvidia.com/gpu": 6, "nvidia.com/gpu.shared": 20}
+    assert offered(facts(8), time_slicing=sharing(devices=3)) == {"nvidia.com/gpu": 5 + 30}
+    absent = Sharing((Shared("nvidia.com/other", 2),))
+    assert offered(facts(8), time_slicing=absent) == {"nvidia.com/gpu": 8}
+
+
+def test_replicas():
+    (resource,) = inventory(facts(gpu(0, numa=1)), Config(time_slicing=sharing())).resources
+    device = resource.devices[3]
+    assert (device.id, device.base, device.numa, device.replicas) == (f"{gpu_uuid(0)}::3", gpu_uuid(0), 1, 10)
+
+
+def test_shared_devices_that_are_not_there():
+    with pytest.raises(ConfigError, match="no matching device: 9"):
+        inventory(facts(2), Config(time_slicing=sharing(devices=("9",))))
+    with pytest.raises(ConfigError, match="requested 3 devices to be replicated, but only 2"):
+        inventory(facts(2), Config(time_slicing=sharing(devices=3)))
+
+
+def test_mps_leaves_mig_devices_out():
+    found = inventory(facts(mig_gpu(0, *SEVEN)), Config(mig_strategy="single", mps=sharing(), mps_root="/m"))
+    assert found.resources == ()
+    assert "not supported for MIG" in found.problems[0]
