@@ -69,4 +69,6 @@ def build(sources: Sequence[Path], options: Sequence[str] = (), *, cc: str | Non
 def nvml() -> Path:
     """The stand-in libnvidia-ml.so.1, still without a node's description behind it."""
     sources = sorted((SOURCES / "nvml").glob("*.c"))
-    return build(sources, ("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-soname,libnvidia-ml.so.1"))
+    # -Bsymbolic: where a process has several such libraries, each calls its own functions, not the first one's.
+    options = ("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-Bsymbolic", "-Wl,-soname,libnvidia-ml.so.1")
+    return build(sources, options)

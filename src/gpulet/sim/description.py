@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class Mig:
 class SimGpu:
     """One GPU. bus_id: NVML's form, "00000000:1b:00.0"; memory in MiB; bridge and switch name the PCIe host bridge
     and the PCIe switch above it, "" where it has none of its own; links: the far end of each NVLink, the number of a
-    GPU or "s" for an NVSwitch."""
+    GPU or "s" for an NVSwitch; levels: the topology level to every GPU, where it was seen and not worked out."""
 
     index: int
     minor: int
@@ -83,6 +83,7 @@ class SimGpu:
     mig_enabled: bool = False
     mig: tuple[Mig, ...] = ()
     lost: bool = False
+    levels: tuple[int, ...] = ()
 
     @property
     def proc_name(self) -> str:
@@ -109,6 +110,8 @@ class Description:
         """The level of two GPUs' nearest common point, as nvmlGpuTopologyLevel_t."""
         if first.index == second.index:
             return LEVELS["board"]
+        if second.index < len(first.levels):
+            return first.levels[second.index]
         if first.switch and first.switch == second.switch:
             return LEVELS["switch"]
         if first.bridge and first.bridge == second.bridge:
@@ -145,6 +148,7 @@ def from_data(data: dict[str, Any]) -> Description:
                     **gpu,
                     "pci": tuple(gpu["pci"]),
                     "links": tuple(gpu.get("links", ())),
+                    "levels": tuple(gpu.get("levels", ())),
                     "mig": tuple(Mig(**mig) for mig in gpu.get("mig", ())),
                 }
             )
@@ -155,6 +159,13 @@ def from_data(data: dict[str, Any]) -> Description:
         raise ConfigError(
             "node description can't be read", seen=error, wanted="what `gpulet sim create` writes"
         ) from error
+
+
+def to_yaml(description: Description) -> str:
+    """The text of node.yaml; `load_profile` reads it. Innermost lists stand on one line."""
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    text: str = yaml.dump(description.to_data(), Dumper=dumper, sort_keys=False, width=120, default_flow_style=None)
+    return text
 
 
 _models: dict[str, Any] = {}
@@ -181,10 +192,11 @@ def load_profile(profile: str, *, gpus: int | None = None, driver: str | None = 
     if not path.is_file() or path.stem == "models":
         raise UsageError("unknown profile", seen=profile, wanted=f"one of {', '.join(profiles())}, or a YAML file")
     data = _read(path)
-    if "profile" in data:  # a whole description, as in node.yaml or written by `gpulet sim capture`
-        return from_data(data)
     if gpus is not None and not 0 <= gpus <= MAX_GPUS:
-        raise UsageError("--gpus out of range", seen=gpus, wanted=f"0 to {MAX_GPUS}")
+        raise UsageError("number of GPUs out of range", seen=gpus, wanted=f"0 to {MAX_GPUS}")
+    if "profile" in data:  # a whole description, as in node.yaml or written by `gpulet sim capture`
+        whole = from_data(data)
+        return replace(whole, driver=driver or whole.driver, gpus=whole.gpus[:gpus])
     rows = _rows(data["gpus"], gpus)
     fabric = data.get("fabric", {})
     name = path.stem

@@ -9,26 +9,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpulet.errors import NodeError
-from gpulet.sim import nvmlfile
+from gpulet.sim import files, nvmlfile
 from gpulet.sim.description import Description, SimGpu
 
 NVIDIA_MAJOR = 195  # Documentation/admin-guide/devices.txt
 CONTROL_MINOR, MODESET_MINOR = 255, 254
-DYNAMIC = ("nvidia-nvswitch", "nvidia-uvm", "nvidia-caps", "nvidia-caps-imex-channels")
+DYNAMIC = {
+    "discrete": ("nvidia-nvswitch", "nvidia-uvm", "nvidia-caps", "nvidia-caps-imex-channels"),
+    "tegra": ("nvgpu",),
+    "wsl": (),
+}
 PARAMS = (
     "ResmanDebugLevel: 4294967295\nModifyDeviceFiles: 1\nDeviceFileUID: 0\nDeviceFileGID: 0\nDeviceFileMode: 438\n"
     "UsePageAttributeTable: 4294967295\nEnableMSI: 1\n"
 )
 
 
-def dynamic_majors(proc_devices: str) -> dict[str, int]:
+def dynamic_majors(platform: str, proc_devices: str) -> dict[str, int]:
     """Character majors for the drivers that ask the kernel for any: the highest free ones below 512, as it gives
     out once 234 to 254 are taken (Documentation/admin-guide/devices.txt)."""
     used = {
         int(words[0]) for line in proc_devices.splitlines() if len(words := line.split()) == 2 and words[0].isdigit()
     }
     free = (number for number in range(511, 383, -1) if number not in used)
-    return dict(zip(DYNAMIC, free, strict=False))
+    return dict(zip(DYNAMIC[platform], free, strict=False))
 
 
 def nodes(description: Description) -> Iterator[tuple[str, int, int]]:
@@ -38,8 +42,8 @@ def nodes(description: Description) -> Iterator[tuple[str, int, int]]:
         yield "dxg", 10, 125
         return
     if description.platform == "tegra":
-        yield "nvmap", 10, 123
-        yield "nvhost-ctrl-gpu", majors["nvidia-uvm"], 0
+        for minor, name in enumerate(files.TEGRA_DEVICES):
+            yield name, majors["nvgpu"], minor
         return
     yield "nvidiactl", NVIDIA_MAJOR, CONTROL_MINOR
     yield "nvidia-modeset", NVIDIA_MAJOR, MODESET_MINOR
@@ -182,6 +186,6 @@ def _proc_devices(description: Description) -> str:
     rows = [(1, "mem"), (5, "/dev/tty"), (10, "misc"), (136, "pts")]
     if description.platform == "discrete":
         rows += [(NVIDIA_MAJOR, name) for name in ("nvidia", "nvidia-modeset", "nvidiactl")]
-        rows += [(major, name) for name, major in description.majors.items()]
+    rows += [(major, name) for name, major in description.majors.items()]
     characters = "".join(f"{major:3d} {name}\n" for major, name in sorted(rows))
     return f"Character devices:\n{characters}\nBlock devices:\n  7 loop\n259 blkext\n"

@@ -121,6 +121,29 @@ EGL_PLATFORMS = {
     "20_nvidia_xlib": "libnvidia-egl-xlib.so.1",
 }
 
+# Windows Subsystem for Linux: what a driver store holds, and what the system itself puts beside it
+WSL_LIBRARIES = (
+    "libcuda.so.1.1",
+    "libcuda_loader.so",
+    "libnvidia-ptxjitcompiler.so.1",
+    "libnvidia-ml_loader.so",
+    "libnvdxgdmal.so.1",
+)
+WSL_HOST_LIBRARIES = ("libdxcore.so", "libd3d12.so", "libd3d12core.so")
+
+TEGRA_DRIVER = "540.4.0"
+
+# Tegra: file name, DT_SONAME; and the device nodes that its CSV file lists
+TEGRA_LIBRARIES = (
+    ("libcuda.so.1.1", "libcuda.so.1"),
+    ("libnvrm_gpu.so", "libnvrm_gpu.so"),
+    ("libnvrm_mem.so", "libnvrm_mem.so"),
+    ("libnvos.so", "libnvos.so"),
+    (f"libnvidia-ptxjitcompiler.so.{TEGRA_DRIVER}", "libnvidia-ptxjitcompiler.so.1"),
+    (f"libnvidia-nvvm.so.{TEGRA_DRIVER}", "libnvidia-nvvm.so.4"),
+)
+TEGRA_DEVICES = ("nvmap", "nvhost-gpu", "nvhost-ctrl-gpu", "nvhost-as-gpu", "nvgpu/igpu0/ctrl")
+
 # configuration, path under the root -> text
 CONFIGURATION = {
     "etc/OpenCL/vendors/nvidia.icd": "libnvidia-opencl.so.1\n",

@@ -72,7 +72,7 @@ def _mig(node: SimNode, match: re.Match[str]) -> None:
     changed = replace(node, description=mig.apply(node.description, match[1]))
     devices.lay_proc(changed.root, changed.description)
     devices.lay_devices(changed.root, changed.description)
-    _renew_library(changed)
+    tree.lay_nvml(changed.root, changed.description, changed.control)
     save(changed)
     for before, gpu in zip(node.gpus, changed.gpus, strict=True):
         if before != gpu:
@@ -87,15 +87,6 @@ def _driver(node: SimNode, match: re.Match[str]) -> None:
     devices.lay_proc(changed.root, changed.description)
     save(changed)
     _say(node, f"node driver {match[1]}")
-
-
-def _renew_library(node: SimNode) -> None:
-    """A container has no control file to read: give those that start from now on the present state."""
-    path = node.library_folder / f"libnvidia-ml.so.{node.description.driver}"
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_bytes(tree.nvml_library(node.description, node.control))
-    aside.chmod(0o644)
-    aside.rename(path)
 
 
 _CHANGES = (

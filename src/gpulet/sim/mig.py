@@ -8,7 +8,8 @@ the driver: 0 for the whole GPU, 1 and 2 for the halves, 3 to 6 for the quarters
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from gpulet.errors import UsageError
@@ -17,7 +18,7 @@ from gpulet.sim.description import Description, Mig, MigProfile, SimGpu, stable_
 _LINE = re.compile(r"(?:gpu)?\s*(\d+|all)\s*[:\s]\s*(.*)", re.IGNORECASE)
 _ITEM = re.compile(r"(?:(\d)c\.)?(\d+g\.\d+gb[+\-.a-z]*?)\s*(?:[×x*]\s*(\d+))?", re.IGNORECASE)
 _FIRST_GI = {8: 0, 4: 1, 2: 3, 1: 7}
-MEMORY_SLICES = 8
+COMPUTE_SLICES = 7
 
 
 def apply(description: Description, line: str) -> Description:
@@ -44,10 +45,16 @@ def _partition(description: Description, gpu: SimGpu, text: str) -> SimGpu:
     profiles = description.mig_profiles(gpu)
     if not profiles:
         raise UsageError(f"gpu{gpu.index} can't do MIG", seen=gpu.name, wanted="for example an A100, H100 or B200")
-    return replace(gpu, mig_enabled=True, mig=tuple(_place(description, gpu, list(_wanted(text, profiles)))))
+    instances = _instances(_wanted(text, profiles))
+    starts = _place([profile for profile, _ in instances])
+    if starts is None or _too_many([profile for profile, _ in instances]):
+        raise UsageError(
+            f"this MIG layout doesn't fit on gpu{gpu.index}", seen=text, wanted="a layout that its driver takes"
+        )
+    return replace(gpu, mig_enabled=True, mig=tuple(_devices(description, gpu, instances, starts)))
 
 
-def _wanted(text: str, profiles: dict[str, MigProfile]) -> Iterable[tuple[int, MigProfile]]:
+def _wanted(text: str, profiles: dict[str, MigProfile]) -> Iterator[tuple[int, MigProfile]]:
     """The compute instances asked for: their slices and the profile of the GPU instance around them."""
     for part in filter(None, (part.strip() for part in re.split(r"[,;]", text))):
         match = _ITEM.fullmatch(part)
@@ -63,27 +70,52 @@ def _wanted(text: str, profiles: dict[str, MigProfile]) -> Iterable[tuple[int, M
             yield slices, profile
 
 
-def _place(description: Description, gpu: SimGpu, wanted: list[tuple[int, MigProfile]]) -> Iterable[Mig]:
-    # Large ones first, whatever the order asked for, so that they find their few places free.
-    order = sorted(range(len(wanted)), key=lambda at: (-wanted[at][1].size, at))
-    busy: set[int] = set()
-    left = {name: profile.count for name, profile in description.mig_profiles(gpu).items()}
-    used_slices = 0
-    room: dict[tuple[str, int], tuple[int, int, int]] = {}  # profile, slices -> gi, start, the next ci
-    for slot, at in enumerate(order):
-        slices, profile = wanted[at]
-        gi, start, ci = room.get((profile.name, slices), (-1, 0, 0))
-        if gi < 0 or (ci + 1) * slices > profile.slices:
-            ci = 0
-            used_slices += profile.slices
-            places = (p for p in profile.starts if not busy & set(range(p, p + profile.size)))
-            found = next(places, None)
-            if found is None or not left[profile.name] or used_slices > 7:
-                raise UsageError(f"gpu{gpu.index} has no room for MIG device {slot}", seen=profile.name)
-            start = found
-            gi = _FIRST_GI[profile.size] + start // profile.size
-            left[profile.name] -= 1
-            busy |= set(range(start, start + profile.size))
-        room[(profile.name, slices)] = (gi, start, ci + 1)
-        identity = stable_uuid(description.profile, gpu.index, "mig", profile.name, gi, ci, slices)
-        yield Mig(slot, f"MIG-{identity}", profile.name, gi, ci, slices, start)
+Instance = tuple[MigProfile, list[int]]  # a GPU instance and the slices of each compute instance in it
+
+
+def _instances(wanted: Iterable[tuple[int, MigProfile]]) -> list[Instance]:
+    """Compute instances share a GPU instance of their profile while it has room; large GPU instances come first."""
+    made: list[Instance] = []
+    for slices, profile in wanted:
+        room = (inside for one, inside in made if one == profile and sum(inside) + slices <= profile.slices)
+        inside = next(room, None)
+        if inside is None:
+            made.append((profile, [slices]))
+        else:
+            inside.append(slices)
+    return sorted(made, key=lambda instance: -instance[0].size)
+
+
+def _place(profiles: Sequence[MigProfile], busy: frozenset[int] = frozenset()) -> list[int] | None:
+    """Where each GPU instance begins, the first way that fits; None where there is none."""
+    if not profiles:
+        return []
+    for start in profiles[0].starts:
+        taken = frozenset(range(start, start + profiles[0].size))
+        if taken & busy:
+            continue
+        others = _place(profiles[1:], busy | taken)
+        if others is not None:
+            return [start, *others]
+    return None
+
+
+def _too_many(profiles: Sequence[MigProfile]) -> bool:
+    """Whether they need more compute slices than a GPU has, or are more of a kind than the driver allows."""
+    counts = Counter(profile.name for profile in profiles)
+    limits = {profile.name: profile.count for profile in profiles}
+    return sum(profile.slices for profile in profiles) > COMPUTE_SLICES or any(
+        number > limits[name] for name, number in counts.items()
+    )
+
+
+def _devices(
+    description: Description, gpu: SimGpu, instances: Sequence[Instance], starts: Sequence[int]
+) -> Iterator[Mig]:
+    slot = 0
+    for (profile, inside), start in zip(instances, starts, strict=True):
+        gi = _FIRST_GI[profile.size] + start // profile.size
+        for ci, slices in enumerate(inside):
+            identity = stable_uuid(description.profile, gpu.index, "mig", profile.name, gi, ci, slices)
+            yield Mig(slot, f"MIG-{identity}", profile.name, gi, ci, slices, start)
+            slot += 1

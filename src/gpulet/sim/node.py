@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
-
 from gpulet.errors import ConfigError, NodeError
 from gpulet.sim import description as describe
 from gpulet.sim import devices, tree
@@ -49,8 +47,9 @@ class SimNode:
 
     @property
     def library_folder(self) -> Path:
-        """Where the driver's 64-bit libraries are."""
-        return self.root / "usr/lib" / tree.TRIPLET
+        """Where the driver's 64-bit libraries are, libnvidia-ml.so.1 among them (Tegra has none)."""
+        place = {"wsl": "wsl/lib", "tegra": f"{tree.TRIPLET}/nvidia"}.get(self.description.platform, tree.TRIPLET)
+        return self.root / "usr/lib" / place
 
 
 def create(
@@ -74,7 +73,7 @@ def create(
     if (folder / "node.yaml").exists():
         raise NodeError(f"{folder} holds a simulated node already", remedy="remove it, or choose another folder")
     if not made.majors:
-        made = replace(made, majors=devices.dynamic_majors(Path("/proc/devices").read_text()))
+        made = replace(made, majors=devices.dynamic_majors(made.platform, Path("/proc/devices").read_text()))
     try:
         for name in FOLDERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -91,13 +90,9 @@ def load(folder: Path) -> SimNode:
     """The node that `create` left in a folder. ConfigError where there is none."""
     folder = Path(folder).absolute()
     path = folder / "node.yaml"
-    try:
-        data = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except OSError as error:
-        raise ConfigError(
-            f"no simulated node in {folder}", seen=error.strerror, remedy="make one: gpulet sim create DIR"
-        ) from error
-    node = SimNode(folder, describe.from_data(data))
+    if not path.is_file():
+        raise ConfigError(f"no simulated node in {folder}", remedy="make one: gpulet sim create DIR")
+    node = SimNode(folder, describe.load_profile(str(path)))
     return replace(node, placeholders=not _has_devices(node))
 
 
@@ -113,7 +108,7 @@ def lay(node: SimNode) -> None:
 def save(node: SimNode) -> None:
     """Write node.yaml, aside and renamed."""
     aside = node.folder / ".node.yaml.new"
-    aside.write_text(yaml.safe_dump(node.description.to_data(), sort_keys=False, width=120))
+    aside.write_text(describe.to_yaml(node.description))
     aside.rename(node.folder / "node.yaml")
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from gpulet.errors import NodeError
@@ -16,14 +17,37 @@ from gpulet.sim.description import Description
 TRIPLET = "aarch64-linux-gnu" if elf.native_machine() == elf.EM_AARCH64 else "x86_64-linux-gnu"
 TRIPLET_32 = "arm-linux-gnueabihf" if elf.native_machine() == elf.EM_AARCH64 else "i386-linux-gnu"
 
+WSL_STORE = "usr/lib/wsl/drivers/nv_dispi.inf_amd64_0f1e2d3c4b5a6978"
+
 
 def lay(root: Path, description: Description, control: Path) -> None:
-    """Lay out the driver's files of a discrete node; what is there already is replaced."""
-    version = description.driver
+    """Lay out the driver's files as the node's platform has them; what is there already is replaced."""
     _merged_usr(root)
+    _PLATFORMS[description.platform](root, description, control)
+    loader_cache(root)
+
+
+def nvml_paths(description: Description) -> tuple[str, ...]:
+    """Where the NVML library lies under the root: every file that bears the node's description."""
+    if description.platform == "wsl":
+        return ("usr/lib/wsl/lib/libnvidia-ml.so.1", f"{WSL_STORE}/libnvidia-ml.so.1")
+    if description.platform == "tegra":
+        return ()
+    return (f"usr/lib/{TRIPLET}/libnvidia-ml.so.{description.driver}",)
+
+
+def lay_nvml(root: Path, description: Description, control: Path) -> None:
+    """Write the NVML library anew. A container reads no control file: those that start from now on get the present
+    state, those that have the old file open or mounted keep it."""
+    for path in nvml_paths(description):
+        _put(root / path, nvml_library(description, control))
+
+
+def _lay_discrete(root: Path, description: Description, control: Path) -> None:
+    version = description.driver
     _libraries(root / "usr/lib" / TRIPLET, version, 64)
     _libraries(root / "usr/lib" / TRIPLET_32, version, 32)
-    _put(root / "usr/lib" / TRIPLET / f"libnvidia-ml.so.{version}", nvml_library(description, control))
+    lay_nvml(root, description, control)
     _graphics(root / "usr/lib" / TRIPLET, version)
     _programs(root / "usr/bin", fabric=description.fabricmanager)
     for name in files.FIRMWARE:
@@ -31,7 +55,44 @@ def lay(root: Path, description: Description, control: Path) -> None:
     for path, text in files.CONFIGURATION.items():
         _put(root / path, text.encode())
     _sockets(root, fabric=description.fabricmanager)
-    loader_cache(root)
+
+
+def _lay_wsl(root: Path, description: Description, control: Path) -> None:
+    for folder in (root / "usr/lib/wsl/lib", root / WSL_STORE):
+        for name in files.WSL_LIBRARIES:
+            _put(folder / name, elf.shared_object(name))
+        _put(folder / "nvidia-smi", compiler.build([compiler.SOURCES / "smi.c"], ("-ldl",)).read_bytes(), 0o755)
+    _put(root / WSL_STORE / "nvcubins.bin", b"simulated\n")
+    for name in files.WSL_HOST_LIBRARIES:
+        _put(root / "usr/lib/wsl/lib" / name, elf.shared_object(name))
+    for name in ("libcuda.so.1", "libcuda.so"):
+        _link("libcuda.so.1.1", root / "usr/lib/wsl/lib" / name)
+    lay_nvml(root, description, control)
+    _put(root / "etc/ld.so.conf.d/ld.wsl.conf", b"/usr/lib/wsl/lib\n")
+
+
+def _lay_tegra(root: Path, description: Description, control: Path) -> None:
+    folder = root / "usr/lib" / TRIPLET / "nvidia"
+    for name, soname in files.TEGRA_LIBRARIES:
+        _put(folder / name, elf.shared_object(soname))
+        if soname != name:
+            _link(name, folder / soname)
+    _link("libcuda.so.1.1", folder / "libcuda.so")
+    _put(root / f"etc/ld.so.conf.d/nvidia-tegra-{TRIPLET}.conf", f"/usr/lib/{TRIPLET}/nvidia\n".encode())
+    _put(root / "etc/nv_tegra_release", b"# R36 (release), REVISION: 4.0, BOARD: generic, EABI: aarch64\n")
+    _put(root / "sys/devices/soc0/family", b"Tegra\n")
+    csv = root / "etc/nvidia-container-runtime/host-files-for-container.d"
+    _put(csv / "devices.csv", "".join(f"dev, /dev/{name}\n" for name in files.TEGRA_DEVICES).encode())
+    lines = [f"lib, /usr/lib/{TRIPLET}/nvidia/{name}" for name, _ in files.TEGRA_LIBRARIES]
+    lines += [f"sym, /usr/lib/{TRIPLET}/nvidia/{name}" for name in ("libcuda.so.1", "libcuda.so")]
+    _put(csv / "drivers.csv", "\n".join([*lines, ""]).encode())
+
+
+_PLATFORMS: dict[str, Callable[[Path, Description, Path], None]] = {
+    "discrete": _lay_discrete,
+    "wsl": _lay_wsl,
+    "tegra": _lay_tegra,
+}
 
 
 def remove(root: Path, version: str) -> None:

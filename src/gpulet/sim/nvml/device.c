@@ -1,6 +1,7 @@
 /* NVML's calls about one GPU. */
 #include "node.h"
 
+#include <stdio.h>
 #include <string.h>
 #include <strings.h>
 
@@ -91,11 +92,12 @@ API int nvmlDeviceGetName(void *device, char *name, unsigned length)
     lock();
     struct mig *mig = as_mig(device);
     if (initialised && mig) {
-        char text[224];
-        strcpy(text, node.gpus[mig->gpu].name);
-        strcat(text, " MIG ");
-        const char *profile = mig_profile(mig)->name;
-        strcat(text, strncmp(profile, "MIG ", 4) ? profile : profile + 4);
+        const struct profile *profile = mig_profile(mig);
+        char text[224], part[16] = "";
+        if (mig->ci_slices != profile->slices)
+            snprintf(part, sizeof part, "%uc.", mig->ci_slices);
+        snprintf(text, sizeof text, "%s MIG %s%s", node.gpus[mig->gpu].name, part,
+                 profile->name + (strncmp(profile->name, "MIG ", 4) ? 0 : 4));
         return leave(copy_text(name, length, text));
     }
     unlock();

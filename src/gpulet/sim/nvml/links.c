@@ -73,12 +73,13 @@ struct remote_pci { /* nvmlPciInfo_t */
     char bus_id[32];
 };
 
-/* NVSwitches sit on buses c1, c2, ... of their own domain's root; a GPU's links are dealt out among four of them. */
+/* NVSwitches are devices of a bus that no GPU of ours is on; a GPU's links are dealt out among four of them. */
 static void switch_pci(unsigned link, struct remote_pci *pci)
 {
-    pci->bus = 0xc1 + link % 4;
+    pci->bus = 0xfe;
+    pci->device = link % 4;
     pci->id = 0x22a310de;
-    snprintf(pci->bus_id, sizeof pci->bus_id, "00000000:%02X:00.0", pci->bus);
+    snprintf(pci->bus_id, sizeof pci->bus_id, "00000000:%02X:%02X.0", pci->bus, pci->device);
 }
 
 API int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, struct remote_pci *pci)

@@ -273,26 +273,28 @@ static char *read_file(const char *path, size_t *size)
     return bytes;
 }
 
-/* The folder above the last lib, lib32 or lib64 in the library's path, and above usr where that comes before it;
- * the machine's root where no dev folder is there, as when the driver's files were mounted at a place of their own. */
+/* The root is the folder above a lib, lib32 or lib64 in the library's path (and above usr where that comes before it):
+ * the last one that has a dev folder beside it. The machine's own root where there is none, as when the driver's
+ * files were mounted at a place of their own. */
 static void set_root(const char *path)
 {
-    size_t end = 0;
+    size_t best = 0;
     for (const char *at = path; (at = strchr(at, '/')); at++) {
         size_t length = strcspn(at + 1, "/");
         int is_lib = (length == 3 && !memcmp(at + 1, "lib", 3)) ||
                      (length == 5 && (!memcmp(at + 1, "lib64", 5) || !memcmp(at + 1, "lib32", 5)));
-        if (is_lib && at[1 + length] == '/')
-            end = (size_t)(at - path);
+        if (!is_lib || at[1 + length] != '/')
+            continue;
+        size_t end = (size_t)(at - path);
+        if (end >= 4 && !memcmp(path + end - 4, "/usr", 4))
+            end -= 4;
+        char dev[4096 + 8];
+        snprintf(dev, sizeof dev, "%.*s/dev", (int)end, path);
+        if (!access(dev, F_OK))
+            best = end;
     }
-    if (end >= 4 && !memcmp(path + end - 4, "/usr", 4))
-        end -= 4;
-    char dev[4096 + 8];
-    snprintf(dev, sizeof dev, "%.*s/dev", (int)end, path);
-    if (access(dev, F_OK))
-        end = 0;
-    memcpy(node.root, path, end);
-    node.root[end] = 0;
+    memcpy(node.root, path, best);
+    node.root[best] = 0;
 }
 
 static int read_description(void)
@@ -372,10 +374,12 @@ int node_refresh(void)
 
 /* --- what this process may see --- */
 
-int node_may_open(const char *name, unsigned number)
+int node_may_open(const char *name, int number)
 {
     char path[4096 + 64];
-    snprintf(path, sizeof path, "%s/dev/%s%u", node.root, name, number);
+    int length = snprintf(path, sizeof path, "%s/dev/%s", node.root, name);
+    if (number >= 0)
+        snprintf(path + length, sizeof path - (size_t)length, "%d", number);
     int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (fd >= 0) {
         close(fd);
@@ -389,7 +393,7 @@ void node_look(void)
     int shown = 0;
     for (int i = 0; i < MAX_GPUS; i++) {
         struct gpu *gpu = &node.gpus[i];
-        gpu->visible = gpu->used && (node.wsl || node_may_open("nvidia", gpu->minor));
+        gpu->visible = gpu->used && (node.wsl ? node_may_open("dxg", -1) : node_may_open("nvidia", (int)gpu->minor));
         gpu->shown_index = gpu->visible ? shown++ : -1;
     }
 }
@@ -437,6 +441,6 @@ struct profile *mig_profile(const struct mig *mig)
 /* A MIG device needs both of its capability nodes, as with the real driver. */
 int mig_visible(const struct mig *mig)
 {
-    return mig->used && node_may_open("nvidia-caps/nvidia-cap", mig->gi_cap) &&
-           node_may_open("nvidia-caps/nvidia-cap", mig->ci_cap);
+    return mig->used && node_may_open("nvidia-caps/nvidia-cap", (int)mig->gi_cap) &&
+           node_may_open("nvidia-caps/nvidia-cap", (int)mig->ci_cap);
 }

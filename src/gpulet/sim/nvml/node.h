@@ -87,8 +87,9 @@ int node_refresh(void);
 /* Decide which GPUs this process may see, by the device nodes beneath the library's root. */
 void node_look(void);
 
-/* Whether /dev/<name> is there and may be opened; the lack of a driver behind it doesn't count. */
-int node_may_open(const char *name, unsigned number);
+/* Whether /dev/<name><number> is there and may be opened; the lack of a driver behind it doesn't count. A negative
+ * number stands for none. */
+int node_may_open(const char *name, int number);
 
 /* The GPU shown under a number, NULL where there is none. */
 struct gpu *node_shown(unsigned index);

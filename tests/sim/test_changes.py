@@ -1,0 +1,153 @@
+"""MIG layouts, changes to a running node, and writing a node down."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulet.errors import ConfigError, NodeError, UsageError
+from gpulet.sim import capture, description, inject, mig, node
+
+A100 = description.load_profile("a100x8")
+PROFILES = A100.mig_profiles(A100.gpus[0])
+
+
+def _layout(line: str) -> list[tuple[str, int, int, int]]:
+    changed = mig.apply(A100, line)
+    return [(one.profile, one.gi, one.ci, one.start) for one in changed.gpus[0].mig]
+
+
+def test_layouts_put_instances_where_the_driver_does() -> None:
+    assert _layout("gpu0: 1g.5gb×7") == [("1g.5gb", 7 + at, 0, at) for at in range(7)]
+    assert _layout("gpu0: 3g.20gb x2") == [("3g.20gb", 1, 0, 0), ("3g.20gb", 2, 0, 4)]
+    assert _layout("gpu0: 7g.40gb") == [("7g.40gb", 0, 0, 0)]
+    assert _layout("0: 3g.20gb, 4g.20gb") == [("3g.20gb", 2, 0, 4), ("4g.20gb", 1, 0, 0)]
+    assert _layout("gpu0 1c.3g.20gb*3, 2g.10gb") == [
+        ("3g.20gb", 1, 0, 0),
+        ("3g.20gb", 1, 1, 0),
+        ("3g.20gb", 1, 2, 0),
+        ("2g.10gb", 5, 0, 4),
+    ]
+    assert _layout("gpu0: 3g.20gb, 2g.10gb, 1g.5gb x2")[0] == ("3g.20gb", 2, 0, 4), "or the small ones find no place"
+
+
+def test_mode_on_and_empty_off_and_all() -> None:
+    assert mig.apply(A100, "gpu0:").gpus[0].mig_enabled
+    every = mig.apply(A100, "all: 2g.10gb x3")
+    assert all(len(gpu.mig) == 3 for gpu in every.gpus)
+    assert len({one.uuid for gpu in every.gpus for one in gpu.mig}) == 24
+    assert mig.apply(every, "all: off") == A100
+
+
+@given(st.lists(st.sampled_from(sorted(PROFILES)), max_size=8))
+def test_every_accepted_layout_is_one_the_hardware_could_hold(names: list[str]) -> None:
+    try:
+        changed = mig.apply(A100, "gpu0: " + ", ".join(names))
+    except UsageError:
+        return
+    made = changed.gpus[0].mig
+    assert sorted(one.profile for one in made) == sorted(names)
+    taken = [one.start + at for one in made for at in range(PROFILES[one.profile].size)]
+    assert len(taken) == len(set(taken)) and all(0 <= at < 8 for at in taken)
+    assert sum(PROFILES[name].slices for name in names) <= 7
+    assert all(one.start in PROFILES[one.profile].starts for one in made)
+    assert len({one.gi for one in made}) == len({one.uuid for one in made}) == len(made)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["gpu 3 explodes", "", "gpu 99 lost", "gpu 9 xid 79", "mig gpu0 9g.1gb", "driver new", "nvml init fails with x"],
+)
+def test_a_change_that_can_not_be_changes_nothing(tmp_path: Path, change: str) -> None:
+    made = node.create(tmp_path / "n", "a100x8")
+    before = (made.folder / "node.yaml").read_bytes()
+    with pytest.raises(UsageError):
+        inject.inject(made.folder, change)
+    assert made.control.read_bytes() == b""
+    assert (made.folder / "node.yaml").read_bytes() == before
+
+
+def test_a_mig_change_brings_tree_and_description_along(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "a100x8", mig=["gpu2: 1g.5gb x7"])
+    caps = made.root / "dev/nvidia-caps"
+    library = made.library_folder / f"libnvidia-ml.so.{made.description.driver}"
+    inode = library.stat().st_ino
+    assert len(list(caps.iterdir())) == 2 + 14
+    inject.inject(made.folder, "mig gpu2 7g.40gb")
+    assert len(list(caps.iterdir())) == 2 + 2
+    assert (made.root / "proc/driver/nvidia/capabilities/gpu2/mig/gi0/ci0/access").exists()
+    assert not (made.root / "proc/driver/nvidia/capabilities/gpu2/mig/gi7").exists()
+    assert [one.profile for one in node.load(made.folder).gpus[2].mig] == ["7g.40gb"]
+    assert library.stat().st_ino != inode, "a container that started before keeps the library it has"
+
+
+def test_a_simulated_node_can_be_written_down_and_laid_out_again(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "a100x8", mig=["gpu1: 3g.20gb x2"])
+    capture.capture(made.root, tmp_path / "whole.yaml", redact=False)
+    again = node.create(tmp_path / "m", str(tmp_path / "whole.yaml"))
+    assert again.description == made.description
+    capture.capture(made.root, tmp_path / "redacted.yaml")
+    text = (tmp_path / "redacted.yaml").read_text()
+    assert not any(gpu.uuid in text or gpu.serial in text for gpu in made.gpus)
+    assert made.gpus[1].mig[0].uuid not in text
+    assert made.gpus[0].bus_id in text
+
+
+@pytest.mark.parametrize("profile", ["dgx-1v", "h100x8", "sparse", "gb200x4"])
+def test_what_nvml_shows_is_enough_to_lay_out_the_same_node(tmp_path: Path, profile: str) -> None:
+    """As on a real machine, where there is no node.yaml to copy."""
+    made = node.create(tmp_path / "n", profile, mig=["gpu1: 1c.3g.40gb x2"] if profile == "h100x8" else [])
+    (made.folder / "node.yaml").rename(tmp_path / "hidden.yaml")
+    code = (
+        "import sys; from pathlib import Path; from gpulet.sim import capture\n"
+        "capture.capture(Path(sys.argv[1]), Path(sys.argv[2]), redact=False)"
+    )
+    file = tmp_path / "seen.yaml"
+    subprocess.run([sys.executable, "-c", code, made.root, file], check=True)
+    seen = description.load_profile(str(file))
+    assert seen.driver == made.description.driver and seen.imex == made.description.imex
+    for gpu, found in zip(made.gpus, seen.gpus, strict=True):
+        for name in ("index", "minor", "uuid", "bus_id", "name", "arch", "memory", "pci", "serial", "mig", "model"):
+            assert getattr(found, name) == getattr(gpu, name), name
+        assert sorted(found.links) == sorted(gpu.links)
+        for other, same in zip(made.gpus, seen.gpus, strict=True):
+            assert seen.level(found, same) == made.description.level(gpu, other)
+
+
+def test_where_nothing_is_to_be_seen_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(NodeError):
+        capture.capture(tmp_path, tmp_path / "file.yaml")
+    assert not (tmp_path / "file.yaml").exists()
+
+
+def test_a_description_with_a_wrong_field_is_refused(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "t4x1")
+    text = (made.folder / "node.yaml").read_text()
+    (made.folder / "node.yaml").write_text(text.replace("minor:", "major:"))
+    with pytest.raises(ConfigError, match="node description can't be read"):
+        node.load(made.folder)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).with_name("gpulet")), "sim", *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    folder = tmp_path / "n"
+    done = run("create", folder, "--profile", "a100x8", "--gpus", "3", "--mig", "gpu1: 3g.20gb", "--json")
+    assert [len(gpu["mig"]) for gpu in json.loads(done.stdout)["gpus"]] == [0, 1, 0], done.stderr
+    assert run("inject", folder, "gpu 2 xid 79", "gpu 2 lost").returncode == 0
+    assert (folder / "control").read_text() == "gpu 2 xid 79\ngpu 2 lost\n"
+    refused = run("inject", folder, "gpu 7 lost")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("gpulet: no such GPU: gpu 7 (wanted 0 to 2)")
+    assert run("capture", tmp_path / "c.yaml", "--driver-root", folder / "root").returncode == 0
+    assert len(description.load_profile(str(tmp_path / "c.yaml")).gpus) == 3
+    assert "h100x8" in run("profiles").stdout
+    assert run("rootfs", tmp_path / "r", "--libc", "none").stdout.strip() == str(tmp_path / "r")
