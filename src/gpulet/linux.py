@@ -1,13 +1,14 @@
-"""The system calls that Python lacks, through ctypes. The only module that knows libc.
+"""The system calls that Python lacks, through libc. The only module that knows it.
 
-Every call raises OSError with the kernel's errno and the name of the object concerned. ctypes and libc are loaded by
-the first call, so a program of launch/ that needs none of these doesn't pay for them.
+Every call raises OSError with the kernel's errno and the name of the object concerned. libc is looked up by the first
+call, so a program of launch/ that needs none of these doesn't pay for it.
 Numbers and names are those of the kernel's headers: linux/openat2.h, linux/mount.h, linux/fcntl.h, linux/sched.h.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -60,47 +61,74 @@ SYS_bpf = {"x86_64": 321, "aarch64": 280, "ppc64le": 361, "riscv64": 280, "s390x
 ELOOP, ENOSYS, EPERM, ENOTDIR, EXDEV, EAGAIN, EINVAL = 40, 38, 1, 20, 18, 11, 22
 MAX_LINKS = 40  # as many as the kernel follows in one look-up
 
-_libc: Any = None
+
+class _Libc:
+    """libc's functions, called with ints (as long), bytes (as pointer) and None; syscall answers a long, others an int.
+
+    `ctypes` itself takes 4 ms to import, most of it for what isn't needed here, so this uses the C module beneath it;
+    the names used of `_ctypes` are those that ctypes/__init__.py uses, unchanged since Python 2.5.
+    """
+
+    def __init__(self) -> None:
+        import _ctypes
+
+        class Long(_ctypes._SimpleCData):  # type: ignore[type-arg]
+            _type_ = "l"  # through varargs a plain int would pass as 32 bits
+
+        class Function(_ctypes.CFuncPtr):
+            _flags_ = _ctypes.FUNCFLAG_CDECL | _ctypes.FUNCFLAG_USE_ERRNO
+            _restype_ = Long
+
+        class Int(_ctypes._SimpleCData):  # type: ignore[type-arg]
+            _type_ = "i"
+
+        class Char(_ctypes._SimpleCData):  # type: ignore[type-arg]
+            _type_ = "c"
+
+        self._handle = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # None is this program itself
+        self._symbol = _ctypes.dlsym
+        self._long, self._int, self._function, self.char = Long, Int, Function, Char
+        self.errno = _ctypes.get_errno
+        self.address = _ctypes.addressof
+        self._known: dict[str, Any] = {}
+
+    def call(self, function: str, *args: int | bytes | None, name: object = None) -> int:
+        """Calls a function. Raises OSError, with `name`, where it answers less than 0."""
+        if function not in self._known:
+            found: Any = self._function(self._symbol(self._handle, function))
+            if function != "syscall":
+                found.restype = self._int
+            self._known[function] = found
+        wide = [self._long(arg) if isinstance(arg, int) else arg for arg in args]
+        result: int = self._known[function](*wide)
+        if result < 0:
+            number = self.errno()
+            raise OSError(number, os.strerror(number), name)
+        return result
 
 
-def _load() -> Any:
-    global _libc
-    if _libc is None:
-        import ctypes
-
-        _libc = ctypes.CDLL(None, use_errno=True)
-        _libc.syscall.restype = ctypes.c_long
-    return _libc
+_loaded: list[_Libc] = []
 
 
-def _check(result: int, name: object) -> int:
-    if result < 0:
-        import ctypes
-
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), name)
-    return result
+def _libc() -> _Libc:
+    if not _loaded:
+        _loaded.append(_Libc())
+    return _loaded[0]
 
 
-def syscall(number: int, *args: Any, name: object = None) -> int:
-    """A system call by number. int, bytes, None and ctypes objects are taken; name is for the error."""
-    libc = _load()
-    import ctypes
-
-    # Through varargs a plain int would pass as 32 bits.
-    wide = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
-    return _check(libc.syscall(ctypes.c_long(number), *wide), name)
+def syscall(number: int, *args: int | bytes | None, name: object = None) -> int:
+    """A system call by number; bytes are passed as a pointer to them. name is for the error."""
+    return _libc().call("syscall", number, *args, name=name)
 
 
 class Space:
-    """Memory that the kernel is told the address of, for calls whose arguments carry pointers."""
+    """Memory that the kernel may write to, and whose address it can be told."""
 
     def __init__(self, size: int) -> None:
-        import ctypes
-
-        self._buffer = ctypes.create_string_buffer(max(size, 1))
+        libc = _libc()
+        self._buffer: Any = (libc.char * max(size, 1))()
         self._size = size
-        self.address = ctypes.addressof(self._buffer)
+        self.address: int = libc.address(self._buffer)
 
     @classmethod
     def of(cls, data: bytes) -> Space:
@@ -111,7 +139,8 @@ class Space:
 
     def bytes(self) -> bytes:
         """What is in it."""
-        return self._buffer.raw[: self._size]
+        data: bytes = self._buffer.raw[: self._size]
+        return data
 
 
 def bpf(command: int, attributes: bytes, name: object = None) -> tuple[int, bytes]:
@@ -131,18 +160,21 @@ def openat2(
     dirfd: int, path: str, flags: int, mode: int = 0, resolve: int = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS
 ) -> int:
     """openat2(2): a descriptor, close-on-exec. With RESOLVE_IN_ROOT, dirfd is the root of every link and ".."."""
-    import ctypes
-
     flags |= os.O_CLOEXEC
     if not flags & os.O_CREAT:
         mode = 0  # the kernel refuses a mode without O_CREAT
-    how = (ctypes.c_uint64 * 3)(flags, mode, resolve)
+    how = struct.pack("=QQQ", flags, mode, resolve)  # struct open_how
     for _ in range(64):
         try:
-            return syscall(SYS_openat2, dirfd, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how), name=path)
+            return syscall(SYS_openat2, dirfd, os.fsencode(path), how, len(how), name=path)
         except BlockingIOError:  # EAGAIN: something was renamed while "..", in root, was resolved
             continue
     raise OSError(EAGAIN, "the path is being changed all the time", path)
+
+
+def _parts(path: str) -> list[str]:
+    """A path's names, last first. A slash at the end counts as ".": what is before it is followed."""
+    return [part for part in reversed((f"{path}." if path.endswith("/") else path).split("/")) if part]
 
 
 def walk(root: int, path: str, flags: int, mode: int = 0) -> int:
@@ -152,11 +184,13 @@ def walk(root: int, path: str, flags: int, mode: int = 0) -> int:
     away meanwhile leads nowhere. Links are read and resolved here, so magic links are only text.
     """
     held = [os.dup(root)]
-    todo = [part for part in reversed(path.split("/")) if part not in ("", ".")]
+    todo = _parts(path)
     links = 0
     try:
         while todo:
             name = todo.pop()
+            if name == ".":
+                continue
             if name == "..":
                 if len(held) > 1:
                     os.close(held.pop())
@@ -179,7 +213,7 @@ def walk(root: int, path: str, flags: int, mode: int = 0) -> int:
             if text.startswith("/"):
                 while len(held) > 1:
                     os.close(held.pop())
-            todo += [part for part in reversed(text.split("/")) if part not in ("", ".")]
+            todo += _parts(text)
         return os.open(".", flags | os.O_CLOEXEC, mode, dir_fd=held[-1])
     except OSError as error:
         raise OSError(error.errno, os.strerror(error.errno or 0), path) from None
@@ -218,17 +252,13 @@ def _lacks_openat2() -> bool:
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
     """mount(2)."""
-    libc = _load()
-    import ctypes
-
     text = os.fsencode(data) if data else None
-    arguments = os.fsencode(source), os.fsencode(target), os.fsencode(kind), ctypes.c_ulong(flags), text
-    _check(libc.mount(*arguments), target)
+    _libc().call("mount", os.fsencode(source), os.fsencode(target), os.fsencode(kind), flags, text, name=target)
 
 
 def umount2(target: str, flags: int = MNT_DETACH | UMOUNT_NOFOLLOW) -> None:
     """umount2(2)."""
-    _check(_load().umount2(os.fsencode(target), flags), target)
+    _libc().call("umount2", os.fsencode(target), flags, name=target)
 
 
 def detach(mounted: int, descriptors: int) -> None:
@@ -259,13 +289,9 @@ def move_mount(tree: int, target: int, name: str = "") -> None:
 
 def mount_setattr(tree: int, attr_set: int, attr_clr: int = 0, propagation: int = 0, flags: int = 0) -> None:
     """mount_setattr(2) on a mount's descriptor: MOUNT_ATTR_* to set and to clear, and MS_PRIVATE, MS_SLAVE or 0."""
-    import ctypes
-
-    attributes = (ctypes.c_uint64 * 4)(attr_set, attr_clr, propagation, 0)
-    size = ctypes.sizeof(attributes)
-    syscall(
-        SYS_mount_setattr, tree, b"", flags | AT_EMPTY_PATH, ctypes.byref(attributes), size, name="mount attributes"
-    )
+    attributes = struct.pack("=QQQQ", attr_set, attr_clr, propagation, 0)  # struct mount_attr
+    size = len(attributes)
+    syscall(SYS_mount_setattr, tree, b"", flags | AT_EMPTY_PATH, attributes, size, name="mount attributes")
 
 
 def new_file_system(kind: str, options: tuple[tuple[str, str], ...], attributes: int) -> int:
@@ -286,9 +312,9 @@ def new_file_system(kind: str, options: tuple[tuple[str, str], ...], attributes:
 
 def setns(fd: int, kind: int, name: str = "") -> None:
     """setns(2): joins the namespace that fd names (a file of /proc/PID/ns, or a pidfd)."""
-    _check(_load().setns(fd, kind), name)
+    _libc().call("setns", fd, kind, name=name)
 
 
 def unshare(kinds: int) -> None:
     """unshare(2)."""
-    _check(_load().unshare(kinds), "namespaces")
+    _libc().call("unshare", kinds, name="namespaces")

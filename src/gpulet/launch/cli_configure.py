@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from gpulet.errors import GpuletError, InjectionError, NodeError, RequestError, StepFailed
 from gpulet.injection.build import Layout, build
@@ -39,6 +38,7 @@ def run(call: Call) -> int:
         return 0
     from gpulet.injection import live
 
+    log = _open_log(call)
     try:
         done = live.apply(
             injection,
@@ -47,10 +47,11 @@ def run(call: Call) -> int:
             cgroups=not call.given("no-cgroups"),
             devbind=not call.given("no-devbind"),
             driver_root=call.last("root", "/"),
+            fork=not call.own_process,
         )
     except InjectionError as error:
         raise Failure(_category(error), error) from error
-    _log(call, done)
+    _write_log(log, done)
     return 0
 
 
@@ -177,19 +178,24 @@ def _require(request: Request, facts: NodeFacts, call: Call) -> None:
         raise Failure("requirement error", error) from error
 
 
-def _log(call: Call, done: tuple[str, ...]) -> None:
-    """What was done, in the peer's log format, where --debug names a file; one that can't be opened is passed over."""
+def _open_log(call: Call) -> int:
+    """The file of --debug, before we are in the container; one that can't be opened is passed over, as the peer does."""
     path = call.last("debug")
-    if not path:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644) if path else -1
+    except OSError:
+        return -1
+
+
+def _write_log(log: int, done: tuple[str, ...]) -> None:
+    """What was done, in the peer's log format."""
+    if log < 0:
         return
     import time
 
     now = time.time()
     stamp = time.strftime("%m%d %H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}"
-    lines = [f"I{stamp} {os.getpid()} live.py:0] {line}" for line in done]
     head = "\n-- WARNING, the following logs are for debugging purposes only --\n\n"
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(head + "\n".join(lines) + "\n")
-    except OSError as error:
-        print(f"{call.program}: log {path}: {error.strerror}", file=sys.stderr)
+    text = head + "".join(f"I{stamp} {os.getpid()} live.py:0] {line}\n" for line in done)
+    os.write(log, text.encode(errors="surrogateescape"))
+    os.close(log)

@@ -211,7 +211,13 @@ def _file_paths(call: Call, root: str, version: str, everything: bool) -> Iterat
     order = {name: place for place, name in enumerate(driver_table.CAPABILITY_OF_LIBRARY)}
 
     def of(kind: str) -> list[str]:
-        return [file.path for file in files.files if file.kind == kind and not dropped(call, file.path, kind)]
+        return [
+            file.path
+            for file in files.files
+            if file.kind == kind
+            and file.capability != driver_table.EVERYTHING  # no option of configure asks for these
+            and not dropped(call, file.path, kind)
+        ]
 
     def place(path: str) -> int:
         return order.get(path.rpartition("/")[2].partition(".so")[0], len(order))

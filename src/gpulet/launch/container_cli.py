@@ -84,8 +84,9 @@ class Failure(GpuletError):
 class Call:
     """A command line that was read."""
 
-    def __init__(self, program: str, arguments: Sequence[str]) -> None:
+    def __init__(self, program: str, arguments: Sequence[str], own_process: bool = False) -> None:
         self.program = program
+        self.own_process = own_process  # whether the process ends with this call
         self.globals, words = argp.parse(program, arguments, GLOBAL, in_order=True)
         self.command = ""
         self.options: list[tuple[str, str | None]] = []
@@ -115,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = os.path.basename(sys.argv[0])
     program = name if name.endswith("container-cli") else "gpulet-container-cli"
     try:
-        call = Call(program, list(sys.argv[1:] if argv is None else argv))
+        call = Call(program, list(sys.argv[1:] if argv is None else argv), argv is None)
         if _asked_for_words(call):
             return 0
         _check_words(call)
