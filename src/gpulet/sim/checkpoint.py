@@ -52,7 +52,7 @@ class Checkpoint:
                 for item in data.get("PodDeviceEntries") or []
             ]  # fmt: skip
             self.registered = dict(data.get("RegisteredDevices") or {})
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self.entries, self.registered = [], {}
 
     def write(self) -> None:

@@ -125,7 +125,8 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
                 unhealthy = {device_id: pb.Device(ID=device_id, health="Unhealthy") for device_id in ids}
                 self._devices.setdefault(resource, unhealthy)
             self._running = True
-        self._server = grpc.server(ThreadPoolExecutor(4, thread_name_prefix="kubelet"))
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="kubelet")
+        self._server = grpc.server(self._pool)
         rpc.add_RegistrationServicer_to_server(self, self._server)
         hidden = self.folder / ".kubelet.sock"  # renamed, so that the socket accepts from the moment it is seen
         self._server.add_insecure_port(f"unix:{hidden}")
@@ -142,6 +143,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         for endpoint in endpoints:
             endpoint.close()
         self._server.stop(None).wait()
+        self._pool.shutdown()  # gRPC leaves a pool that it was given to its owner
         self._server = None
 
     def restart(self) -> None:
@@ -177,9 +179,10 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
             old.close()
         try:
             endpoint.open()
-        except grpc.RpcError as error:
+        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed by a stop meanwhile
             endpoint.close()
-            context.abort(grpc.StatusCode.UNKNOWN, f"failed to dial device plugin {request.endpoint}: {_reason(error)}")
+            reason = _reason(error) if isinstance(error, grpc.RpcError) else str(error)
+            context.abort(grpc.StatusCode.UNKNOWN, f"failed to dial device plugin {request.endpoint}: {reason}")
         with self._changed:
             self.registrations.append((request.resource_name, request.endpoint))
             self._changed.notify_all()
