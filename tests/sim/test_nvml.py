@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -196,25 +195,24 @@ def test_a_mig_device_without_its_capability_nodes_is_not_listed(tmp_path: Path)
 
 
 @pytest.mark.root
-def test_a_node_that_may_not_be_opened_hides_its_gpu(tmp_path: Path) -> None:
-    """nobody can't open a node of mode 0600: the same EACCES or EPERM that a device cgroup gives."""
-    made = node.create(tmp_path / "n", "h100x8")
-    for minor in (1, 6):
-        (made.root / f"dev/nvidia{minor}").chmod(0o600)
-    for folder in (made.folder, *made.folder.parents):
-        if folder.owner() == "root" and folder != Path("/") and folder.stat().st_uid == os.getuid():
-            folder.chmod(folder.stat().st_mode | stat.S_IXOTH)
-    library = made.library_folder / "libnvidia-ml.so.1"
-    code = f"""
-import ctypes, os
-library = ctypes.CDLL({str(library)!r})
+def test_a_node_that_may_not_be_opened_hides_its_gpu() -> None:
+    """nobody can't open a node of mode 0600: the same refusal that a device cgroup gives."""
+    code = """
+import ctypes, os, sys
+library = ctypes.CDLL(sys.argv[1])
 os.setgid(65534); os.setuid(65534)
 count = ctypes.c_uint()
 assert library.nvmlInit_v2() == 0
 library.nvmlDeviceGetCount_v2(ctypes.byref(count))
 print(count.value)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    with tempfile.TemporaryDirectory(prefix="gp") as folder:  # pytest's own folders are closed to others than root
+        Path(folder).chmod(0o755)
+        made = node.create(Path(folder) / "n", "h100x8")
+        for minor in (1, 6):
+            (made.root / f"dev/nvidia{minor}").chmod(0o600)
+        command = [sys.executable, "-c", code, str(made.library_folder / "libnvidia-ml.so.1")]
+        done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.strip() == "6", done.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -15,7 +16,8 @@ from gpulet.errors import NodeError, UsageError
 from gpulet.sim import node, rootfs
 from gpulet.sim.tree import TRIPLET
 
-LIBCS = ("glibc", "musl", "none")
+MUSL = pytest.param("musl", marks=pytest.mark.skipif(not shutil.which("musl-gcc"), reason="needs musl-tools"))
+LIBCS = ("glibc", MUSL, "none")
 
 # As a container would be set up, but by hand: driver files and two GPUs' nodes mounted into the root file system.
 ENTER = """

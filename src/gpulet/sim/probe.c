@@ -231,7 +231,7 @@ static void libraries(void)
 
 static int concerns_driver(const char *path)
 {
-    static const char *const marks[] = {"nvidia", "libcuda", "libnv", "/firmware", "libGL", "libEGL", "ld.so.cache", "libdxcore"};
+    static const char *const marks[] = {"nvidia", "libcuda", "libnv", "/lib/firmware", "libGL", "libEGL", "ld.so.cache", "libdxcore"};
     for (size_t i = 0; i < sizeof marks / sizeof *marks; i++)
         if (strstr(path, marks[i]))
             return 1;
