@@ -37,7 +37,7 @@ def loads(text: bytes | str, *, first: bool = False) -> Any:
     standard input is read so).
     """
     if isinstance(text, bytes):
-        text = text.decode("utf-8-sig")
+        text = text.decode("utf-8").removeprefix("\ufeff")
     start = len(text) - len(text.lstrip(_SPACE))
     if _json is not None:
         try:

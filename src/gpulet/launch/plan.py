@@ -17,7 +17,8 @@ from gpulet.errors import CdiError, ConfigError, RequestError
 from gpulet.injection import oci
 from gpulet.injection.model import Hook, Injection, Mount, RootfsWork
 from gpulet.launch import programs
-from gpulet.request.decide import Decision, cuda_value, speaks_cuda
+from gpulet.request import bundle, policy
+from gpulet.request.decide import Decision, cuda_value, decide, needs_ledger, speaks_cuda
 from gpulet.request.devices import is_qualified
 from gpulet.settings import CUDA_VISIBLE_DEVICES, DEFAULT_PATH, Settings
 
@@ -45,6 +46,26 @@ class Plan:
         self.injection = injection
         self.work = work
         self.mounts = mounts
+
+
+class Bundle:
+    """One bundle as it is: the path of its config.json, what stands there, the container, and the decision on it."""
+
+    def __init__(self, path: str, settings: Settings) -> None:
+        """Reads and decides. Raises BundleError, RequestError, Refused, ConfigError."""
+        self.path = path
+        self.config = bundle.read_config(path)
+        container = bundle.Container.from_config(self.config, os.path.dirname(path))
+        self.container = original(self.config, container)
+        asks_kubelet = needs_ledger(self.container, settings)
+        ledger = policy.read_ledger(settings.policy_checkpoint) if asks_kubelet else None
+        self.decision = decide(self.container, settings, ledger)
+
+    def plan(self, settings: Settings) -> Plan:
+        """What is to be done to it. Raises what `make` raises."""
+        if self.container.type == "sandbox":
+            return Plan(self.config, Injection(), RootfsWork())
+        return make(self.config, self.container, self.decision, settings)
 
 
 def original(config: dict[str, Any], container: Container) -> Container:

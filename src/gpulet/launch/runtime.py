@@ -59,27 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def create(call: calls.Call, settings: Settings) -> None:
     """Prepares the bundle for its container. Raises GpuletError, and then config.json is as it was."""
-    from gpulet.request import bundle, decide, policy
+    from gpulet.launch.plan import Bundle
+    from gpulet.request.bundle import write_config
 
-    path = call.config_path()
-    config = bundle.read_config(path)
-    container = bundle.Container.from_config(config, os.path.dirname(path))
-    if container.type == "sandbox":
-        return
-    from gpulet.launch import plan as plans
-
-    container = plans.original(config, container)
-    asks_kubelet = decide.needs_ledger(container, settings)
-    ledger = policy.read_ledger(settings.policy_checkpoint) if asks_kubelet else None
-    decision = decide.decide(container, settings, ledger)
-    plan = plans.make(config, container, decision, settings)
+    bundle = Bundle(call.config_path(), settings)
+    plan = bundle.plan(settings)
     if not plan.work.empty():
         from gpulet.injection import rootfs
 
-        rootfs.prepare(container.root, plan.work, plan.mounts)
-    if plan.config != config:
-        bundle.write_config(path, plan.config)
-    _tell(_log(call, settings), decision, container.name)
+        rootfs.prepare(bundle.container.root, plan.work, plan.mounts)
+    if plan.config != bundle.config:
+        write_config(bundle.path, plan.config)
+    _tell(_log(call, settings), bundle.decision, bundle.container.name)
 
 
 def _settings(call: calls.Call) -> Settings:

@@ -1,0 +1,187 @@
+"""`gpulet explain`: why a container gets what it gets. Decides and plans exactly as the runtime does, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from gpulet import settings as settings_file
+from gpulet.errors import NodeError, UsageError
+from gpulet.launch.plan import Bundle, Plan
+from gpulet.node import procfs
+from gpulet.request import requirements
+from gpulet.request.decide import Decision
+from gpulet.request.requirements import Subject
+from gpulet.settings import Settings
+
+app = typer.Typer(no_args_is_help=True, help="Why a container gets what it gets.")
+
+Config = Annotated[str, typer.Option("--config", help="config.toml; else GPULET_CONFIG and the usual places.")]
+AsJson = Annotated[bool, typer.Option("--json", help="The same as data, on standard output.")]
+
+TRAP = """\
+The trap: this container asked for no GPU. Its image is a legacy CUDA image (it sets CUDA_VERSION and no
+NVIDIA_REQUIRE_CUDA), and policy "env" gives every GPU of the node to such an image. To stop that, either
+  - believe the kubelet alone: in config.toml, [gpulet.policy] grants = "kubelet"
+  - or don't believe unprivileged containers: accept-nvidia-visible-devices-envvar-when-unprivileged = false
+  - or, for this Pod alone, set the environment variable NVIDIA_VISIBLE_DEVICES=void"""
+
+
+@app.command("bundle")
+def explain_bundle(
+    folder: Annotated[Path, typer.Argument(help="The OCI bundle: the folder with config.json.")],
+    config: Config = "",
+    as_json: AsJson = False,
+) -> None:
+    """What gpulet-runtime would do to a bundle, and each rule that led there."""
+    settings = settings_file.load(config or None)
+    bundle = Bundle(str(folder / "config.json"), settings)
+    plan = bundle.plan(settings)
+    if as_json:
+        typer.echo(json.dumps(data(bundle, plan, settings), indent=2))
+    else:
+        show(Console(), bundle, plan, settings)
+
+
+@app.command("require")
+def explain_require(
+    expressions: Annotated[
+        list[str] | None, typer.Argument(help='Such as "cuda>=12.4 brand=tesla,driver>=535".')
+    ] = None,
+    image_env: Annotated[
+        Path | None, typer.Option(help="A file of NAME=value lines, whose NVIDIA_REQUIRE_* are taken too.")
+    ] = None,
+    config: Config = "",
+    as_json: AsJson = False,
+) -> None:
+    """Hold requirement expressions against this node, clause by clause. Exit 1 where one doesn't hold."""
+    wanted = list(expressions or [])
+    if image_env:
+        pairs = [line.partition("=") for line in image_env.read_text().splitlines() if "=" in line]
+        wanted += [value for name, _, value in pairs if name.startswith(requirements.PREFIX)]
+    if not wanted:
+        raise UsageError("nothing to explain", wanted="an expression or --image-env FILE")
+    settings = settings_file.load(config or None)
+    judged = [judge(expression, subject) for expression in wanted for subject in subjects(settings)]
+    if as_json:
+        typer.echo(json.dumps({"ok": all(one["holds"] for one in judged), "expressions": judged}, indent=2))
+    else:
+        _show_judged(Console(), judged)
+    if not all(one["holds"] for one in judged):
+        raise typer.Exit(1)
+
+
+def subjects(settings: Settings) -> list[Subject]:
+    """What expressions are held against: this node, once for each kind of GPU it has."""
+    try:
+        facts = procfs.facts(settings.driver_root())
+    except NodeError:
+        return [Subject()]
+    found = [Subject(facts.cuda or None, facts.driver or None, g.arch or None, g.brand or None) for g in facts.gpus]
+    return list(dict.fromkeys(found)) or [Subject(facts.cuda or None, facts.driver or None)]
+
+
+def judge(expression: str, subject: Subject) -> dict[str, Any]:
+    """One expression's outcome as data."""
+    holds, clauses = requirements.evaluate(expression, subject)
+    told = [clause.to_data() for clause in clauses]
+    return {"expression": expression, "holds": holds, "node": subject.to_data(), "clauses": told}
+
+
+def data(bundle: Bundle, plan: Plan, settings: Settings) -> dict[str, Any]:
+    """The whole explanation as data."""
+    decision = bundle.decision
+    return {
+        "bundle": bundle.path,
+        "config": settings.source,
+        "container": {"name": bundle.container.name, "pod": _pod(bundle), "root": bundle.container.root},
+        "mode": decision.mode,
+        "request": decision.request.to_data(),
+        "trace": [rule.to_data() for rule in decision.trace],
+        "injection": plan.injection.to_data(),
+        "rootfs": plan.work.to_data(),
+        "config_json": {"changed": plan.config != bundle.config, "after": plan.config},
+        "trap": decision.request.source == "legacy-image",
+    }
+
+
+def _pod(bundle: Bundle) -> str:
+    one = bundle.container
+    return f"{one.pod_namespace}/{one.pod_name}" if one.pod_name else ""
+
+
+def show(console: Console, bundle: Bundle, plan: Plan, settings: Settings) -> None:
+    """The same for people."""
+    decision = bundle.decision
+    who = f"{_pod(bundle)}/{bundle.container.name}" if bundle.container.name else bundle.path
+    console.print(f"[bold]{escape(who)}[/bold]: {escape(_verdict(decision))}")
+    console.print(f"configuration: {escape(settings.source) or 'defaults'}; mode {decision.mode}\n")
+    console.print("[bold]Rules looked at, in order[/bold]")
+    for number, rule in enumerate(decision.trace, 1):
+        colour = "yellow" if rule.level == "warning" else "default"
+        console.print(f"{number:3} {rule.name}: {escape(rule.input)}  [dim]{escape(rule.where)}[/dim]", soft_wrap=True)
+        console.print(f"    [{colour}]-> {escape(rule.outcome)}[/{colour}]", soft_wrap=True)
+    console.print()
+    _show_plan(console, bundle, plan)
+    if decision.request.source == "legacy-image":
+        console.print(f"\n[yellow]{escape(TRAP)}[/yellow]", soft_wrap=True)
+
+
+def _verdict(decision: Decision) -> str:
+    request = decision.request
+    if not request:
+        return f"left alone ({request.reason})"
+    return f"gets {','.join(request.devices) or 'the driver and no GPU'} ({request.reason})"
+
+
+def _show_plan(console: Console, bundle: Bundle, plan: Plan) -> None:
+    if plan.config == bundle.config and plan.work.empty():
+        console.print("[bold]Nothing is changed[/bold]")
+        return
+    console.print("[bold]What goes in[/bold]")
+    injection, work = plan.injection, plan.work
+    for node in injection.devices:
+        _item(console, "device", f"{node.path} ({node.type} {node.major}:{node.minor}, {node.access})", node.why)
+    for mount in injection.mounts:
+        _item(console, "mount", f"{mount.path} <- {mount.source} ({','.join(mount.options)})", mount.why)
+    before = set((bundle.config.get("process") or {}).get("env") or ())
+    for entry in (plan.config.get("process") or {}).get("env") or ():
+        if entry not in before:
+            _item(console, "env", entry, "")
+    for gid in injection.gids:
+        _item(console, "group", str(gid), "opens a device node")
+    for link in work.links:
+        _item(console, "link", f"{link.path} -> {link.target}", link.why)
+    for folder in work.folders:
+        _item(console, "loader", folder, "goes first in the loader's cache")
+    if work.host_driver:
+        _item(console, "compat", work.compat_folder, f"taken where it is newer than driver {work.host_driver}")
+    known = (bundle.config.get("hooks") or {}).items()
+    left = [(stage, hook) for stage, hooks in (plan.config.get("hooks") or {}).items() for hook in hooks]
+    for stage, hook in left:
+        stays = any(stage == old and hook in (hooks or ()) for old, hooks in known)
+        _item(console, "hook", f"{stage} {' '.join(hook.get('args') or [hook['path']])}", "stays" if stays else "added")
+    for stage, hooks in known:
+        for hook in hooks or ():
+            if (stage, hook) not in left:
+                _item(console, "hook", f"{stage} {' '.join((hook.get('args') or [])[:2])}", "taken over, not run")
+
+
+def _item(console: Console, kind: str, text: str, why: str) -> None:
+    reason = f"  [dim]{escape(why)}[/dim]" if why else ""
+    console.print(f"  {kind:7} {escape(text)}{reason}", soft_wrap=True, highlight=False)
+
+
+def _show_judged(console: Console, judged: list[dict[str, Any]]) -> None:
+    for one in judged:
+        mark, colour = ("holds", "green") if one["holds"] else ("does not hold", "red")
+        console.print(f"{escape(one['expression'])}  [{colour}]{mark}[/{colour}]", highlight=False)
+        for clause in one["clauses"]:
+            here = clause["here"] or "nothing known of it"
+            sign = "yes" if clause["holds"] else "no"
+            console.print(f"  {escape(clause['text']):24} here: {escape(here):16} {sign}", highlight=False)
