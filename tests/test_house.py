@@ -35,11 +35,12 @@ INTERPRETER = set(
         [sys.executable, "-IS", "-c", "import sys; print(*sys.modules)"], capture_output=True, text=True, check=True
     ).stdout.split()
 )
+OS = {"os", "os.path", "stat", "_stat", "posixpath", "genericpath", "_collections_abc", "errno", "__future__"}
 ALLOWED = {
-    "gpulet.launch.runtime": {"os", "stat", "posixpath", "genericpath", "errno", "_json", "time", "zlib"},
-    "gpulet.launch.hook": {"os", "stat", "posixpath", "genericpath", "errno", "_json", "time", "zlib"},
-    "gpulet.launch.container_cli": {"os", "stat", "posixpath", "genericpath", "errno", "_json", "time", "zlib"},
-    "gpulet.launch.cdi_hook": {"os", "stat", "posixpath", "genericpath", "errno", "_json", "time", "zlib"},
+    "gpulet.launch.runtime": OS | {"_json", "time"},
+    "gpulet.launch.hook": OS | {"_json", "time"},
+    "gpulet.launch.container_cli": OS | {"_json", "time"},
+    "gpulet.launch.cdi_hook": OS | {"_json", "time"},
 }
 
 

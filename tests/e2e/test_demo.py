@@ -26,7 +26,13 @@ pytestmark = [
 ]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pods"
-COMMAND = [sys.executable, "-c", "import sys; from gpulet.commands.main import main; sys.exit(main())", "demo", "--json"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from gpulet.commands.main import main; sys.exit(main())",
+    "demo",
+    "--json",
+]
 GPU_NODE = re.compile(r"/dev/nvidia\d+")
 
 BOTH = """
