@@ -79,6 +79,7 @@ def test_what_fails_in_the_runtime_fails_here(machine: Machine) -> None:
     machine.make(config(f"{V}=9"))
     done = explain(machine, "bundle", str(machine.bundle))
     assert done.returncode == 1
+    assert "NVIDIA_VISIBLE_DEVICES=9" in done.stdout
     assert len(done.stderr.splitlines()) == 1
 
 

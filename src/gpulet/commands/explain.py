@@ -1,4 +1,4 @@
-"""`gpulet explain`: why a container gets what it gets. Decides and plans exactly as the runtime does, and changes nothing."""
+"""`gpulet explain`: why a container gets what it gets. Decides and plans as the runtime does, and changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gpulet import settings as settings_file
-from gpulet.errors import NodeError, UsageError
+from gpulet.errors import GpuletError, NodeError, UsageError
 from gpulet.launch.plan import Bundle, Plan
 from gpulet.node import procfs
 from gpulet.request import requirements
@@ -41,7 +41,12 @@ def explain_bundle(
     """What gpulet-runtime would do to a bundle, and each rule that led there."""
     settings = settings_file.load(config or None)
     bundle = Bundle(str(folder / "config.json"), settings)
-    plan = bundle.plan(settings)
+    try:
+        plan = bundle.plan(settings)
+    except GpuletError:
+        if not as_json:  # what was decided is worth knowing though it can't be done here
+            _show_rules(Console(), bundle, settings)
+        raise
     if as_json:
         typer.echo(json.dumps(data(bundle, plan, settings), indent=2))
     else:
@@ -117,6 +122,13 @@ def _pod(bundle: Bundle) -> str:
 
 def show(console: Console, bundle: Bundle, plan: Plan, settings: Settings) -> None:
     """The same for people."""
+    _show_rules(console, bundle, settings)
+    _show_plan(console, bundle, plan)
+    if bundle.decision.request.source == "legacy-image":
+        console.print(f"\n[yellow]{escape(TRAP)}[/yellow]", soft_wrap=True)
+
+
+def _show_rules(console: Console, bundle: Bundle, settings: Settings) -> None:
     decision = bundle.decision
     who = f"{_pod(bundle)}/{bundle.container.name}" if bundle.container.name else bundle.path
     console.print(f"[bold]{escape(who)}[/bold]: {escape(_verdict(decision))}")
@@ -127,9 +139,6 @@ def show(console: Console, bundle: Bundle, plan: Plan, settings: Settings) -> No
         console.print(f"{number:3} {rule.name}: {escape(rule.input)}  [dim]{escape(rule.where)}[/dim]", soft_wrap=True)
         console.print(f"    [{colour}]-> {escape(rule.outcome)}[/{colour}]", soft_wrap=True)
     console.print()
-    _show_plan(console, bundle, plan)
-    if decision.request.source == "legacy-image":
-        console.print(f"\n[yellow]{escape(TRAP)}[/yellow]", soft_wrap=True)
 
 
 def _verdict(decision: Decision) -> str:
