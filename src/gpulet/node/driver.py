@@ -86,26 +86,28 @@ def cached_folders(root: str, ldcache: str = "") -> list[str]:
     return [folder for folder in dict.fromkeys(folders) if folder.startswith("/")]
 
 
+def library_folders(root: str, ldcache: str = "") -> list[str]:
+    """Where the driver's 64-bit libraries may be, below the root: as its loader cache says, then the known folders."""
+    machine = os.uname().machine
+    triplet, _ = table.TRIPLETS.get(machine, (f"{machine}-linux-gnu", ""))
+    known = (pattern.format(triplet=triplet) for pattern in table.FOLDERS_64)
+    return list(dict.fromkeys([*cached_folders(root, ldcache), *known]))
+
+
 class _Search:
     """One look beneath one root."""
 
     def __init__(self, root: str, ldcache: str, search: Sequence[str]) -> None:
         self.root = root
-        machine = os.uname().machine
-        self.triplet, self.triplet32 = table.TRIPLETS.get(machine, (f"{machine}-linux-gnu", ""))
         self.listings: dict[str, dict[str, bool]] = {}
         self.resolved: dict[str, str] = {}
-        wanted = [*cached_folders(root, ldcache), *self.known(table.FOLDERS_64), *map(self._inside, search)]
+        wanted = [*library_folders(root, ldcache), *map(self._inside, search)]
         self.wanted = list(dict.fromkeys(map(self.real, wanted)))
 
     def _inside(self, folder: str) -> str:
         """A folder from the command line, as a path below the root; given with or without the root before it."""
         root = self.root.rstrip("/")
         return folder[len(root) :] if root and folder.startswith(root + "/") else folder
-
-    def known(self, patterns: Sequence[str]) -> list[str]:
-        folders = (pattern.format(triplet=self.triplet, triplet32=self.triplet32) for pattern in patterns)
-        return [folder for folder in folders if not folder.endswith("/")]
 
     def real(self, folder: str) -> str:
         """The folder with its links followed beneath the root; an absolute link would lead the kernel out of it."""
@@ -253,6 +255,11 @@ class _Search:
                 yield DriverFile(path, below(self.root, path), "xorg", table.GRAPHICS, links=links)
 
 
+def _folders32() -> list[str]:
+    triplet = table.TRIPLETS.get(os.uname().machine, ("", ""))[1]
+    return [folder.format(triplet32=triplet) for folder in table.FOLDERS_32 if triplet or "{" not in folder]
+
+
 def _stem(name: str, version: str) -> str:
     """The library's name without ".so" and version where it is one of the driver's, else ""."""
     stem, dot_so, suffix = name.partition(".so.")
@@ -305,7 +312,7 @@ def find(
             wanted="libcuda or libnvidia-ml in one of " + " ".join(dict.fromkeys(look.wanted)),
             remedy="reboot or reload the kernel module" if on_disk else "install the driver, or set the driver root",
         )
-    folders32 = [f for f in look.folders(look.known(table.FOLDERS_32), version, 32) if f not in folders]
+    folders32 = [f for f in look.folders(_folders32(), version, 32) if f not in folders]
     files = [
         *look.libraries(folders, version, "library"),
         *look.libraries(folders32, version, "library32"),

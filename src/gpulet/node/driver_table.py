@@ -165,6 +165,8 @@ FOLDERS_64 = (
     "/lib/{triplet}",
     "/lib/{triplet}/nvidia/current",
     "/run/opengl-driver/lib",  # NixOS
+    "/usr/lib/wsl/lib",
+    "/usr/lib/aarch64-linux-gnu/nvidia",  # Tegra
     "/lib",
     "/usr/lib",
 )

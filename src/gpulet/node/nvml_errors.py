@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from gpulet.errors import NvmlError
 from gpulet.node import devices
 from gpulet.node.paths import below
-from gpulet.node.procfs import driver_version, read_text, sys_root
+from gpulet.node.pci import pci_gpus
+from gpulet.node.procfs import driver_version, sys_root
 
 # nvmlReturn_t, nvml.h
 NO_PERMISSION, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, GPU_IS_LOST, VERSION_MISMATCH, UNKNOWN = 4, 9, 12, 15, 18, 999
-NVIDIA_VENDOR = "0x10de"
-_DISPLAY_CLASS = "0x03"  # PCI base class "display controller": VGA (00) and 3D (02) alike
-
-
-def pci_gpus(root: str = "/") -> Iterator[tuple[str, str]]:
-    """(PCI address, kernel driver's name or "") of each NVIDIA GPU on the bus."""
-    folder = below(sys_root(root), "/sys/bus/pci/devices")
-    try:
-        addresses = sorted(os.listdir(folder))
-    except OSError:
-        return
-    for address in addresses:
-        vendor = (read_text(f"{folder}/{address}/vendor") or "").strip()
-        kind = (read_text(f"{folder}/{address}/class") or "").strip()
-        if vendor == NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS):
-            try:
-                driver = os.path.basename(os.readlink(f"{folder}/{address}/driver"))
-            except OSError:
-                driver = ""
-            yield address, driver
 
 
 def library_not_found(root: str, looked: Sequence[str]) -> NvmlError:
@@ -46,7 +27,7 @@ def library_not_found(root: str, looked: Sequence[str]) -> NvmlError:
 
 
 def _not_loaded(root: str) -> NvmlError:
-    gpus = list(pci_gpus(root))
+    gpus = list(pci_gpus(sys_root(root)))
     if not gpus:
         return NvmlError(
             "no NVIDIA device on the PCI bus",

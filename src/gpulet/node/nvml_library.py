@@ -8,9 +8,8 @@ from threading import RLock
 
 import pynvml
 
-from gpulet.node import driver_table as table
 from gpulet.node import elf, nvml_errors
-from gpulet.node.driver import cached_folders
+from gpulet.node.driver import library_folders
 from gpulet.node.paths import below, resolve
 
 SONAME = "libnvidia-ml.so.1"
@@ -21,10 +20,7 @@ _used = ""
 
 def candidates(root: str) -> list[str]:
     """Every path below `root` where the library may be, in the order tried."""
-    machine = os.uname().machine
-    triplet, _ = table.TRIPLETS.get(machine, (f"{machine}-linux-gnu", ""))
-    folders = [*cached_folders(root), *(pattern.format(triplet=triplet) for pattern in table.FOLDERS_64)]
-    return [f"{folder}/{SONAME}" for folder in dict.fromkeys(folders)]
+    return [f"{folder}/{SONAME}" for folder in library_folders(root)]
 
 
 def locate(root: str) -> str:

@@ -1,0 +1,174 @@
+"""Facts through NVML, asked of the stand-in library that a simulated node has."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from gpulet.errors import NvmlError
+from gpulet.injection import build
+from gpulet.node import nvml, nvml_errors, procfs
+from gpulet.node.nvml_mig import profile_name
+from gpulet.sim import inject, node
+from support import driver_tree as tree
+
+pytestmark = pytest.mark.root  # the stand-in lists a GPU only where its node is
+
+
+@pytest.mark.parametrize(
+    "profile",
+    ["t4x1", "l40sx4", "a100x8", "h100x8", "h200x8", "b200x8", "gb200x4", "h100x16", "dgx-1v", "mixed", "sparse"],
+)
+def test_facts_are_the_descriptions_and_procfs_agrees(tmp_path: Path, profile: str) -> None:
+    made = node.create(tmp_path / "n", profile)
+    root = str(made.root)
+    asked, read = nvml.facts(root), procfs.facts(root)
+    assert [(g.index, g.minor, g.uuid, g.name) for g in asked.gpus] == [
+        (g.index, g.minor, g.uuid, g.name) for g in made.gpus
+    ]
+    for one, two in zip(asked.gpus, read.gpus, strict=True):
+        assert (one.index, one.minor, one.uuid, one.bus_id, one.numa) == (
+            two.index,
+            two.minor,
+            two.uuid,
+            two.bus_id,
+            two.numa,
+        )
+    assert (asked.driver, asked.cuda) == (read.driver, read.cuda)
+    assert (asked.majors, asked.imex, asked.nodes) == (read.majors, read.imex, read.nodes)
+    assert all(g.memory > 2**33 and "." in g.arch and g.brand for g in asked.gpus)
+    assert not asked.lost
+
+
+def test_links_through_a_switch_and_in_a_mesh(tmp_path: Path) -> None:
+    switched = nvml.facts(str(node.create(tmp_path / "h", "h100x8").root))
+    assert {link.nvlinks for gpu in switched.gpus for link in gpu.links} == {18}
+    mesh = nvml.facts(str(node.create(tmp_path / "v", "dgx-1v").root))
+    first = {link.peer: link for link in mesh.gpus[0].links}
+    assert sum(link.nvlinks for link in first.values()) == 6  # a V100 has six
+    assert any(link.nvlinks == 0 for link in first.values())
+    for gpu in mesh.gpus:
+        for link in gpu.links:
+            back = next(other for other in mesh.gpus[link.peer].links if other.peer == gpu.index)
+            assert (back.level, back.nvlinks) == (link.level, link.nvlinks)
+
+
+def test_two_roots_in_one_process_are_not_mixed_up(tmp_path: Path) -> None:
+    one, two = (node.create(tmp_path / name, name) for name in ("h100x8", "t4x1"))
+    for _ in range(2):
+        assert len(nvml.facts(str(one.root)).gpus) == 8
+        assert len(nvml.facts(str(two.root)).gpus) == 1
+
+
+def test_mig_devices_and_the_nodes_they_bring(tmp_path: Path) -> None:
+    root = str(node.create(tmp_path / "n", "h100x8", mig=["gpu0: 1g.10gb x7", "gpu3: 3g.40gb x2"]).root)
+    facts = nvml.facts(root)
+    assert [gpu.mig_enabled for gpu in facts.gpus] == [True, False, False, True, False, False, False, False]
+    assert [mig.profile for mig in facts.gpus[0].mig] == ["1g.10gb"] * 7
+    assert [mig.profile for mig in facts.gpus[3].mig] == ["3g.40gb"] * 2
+    second = facts.gpus[3].mig[1]
+    assert second.memory > 2**35 and second.placement[1] == 4
+    same = [mig for gpu in procfs.facts(root).gpus for mig in gpu.mig]
+    keys = {(m.gpu, m.gi, m.ci, m.gi_minor, m.ci_minor) for m in same}
+    assert keys == {(m.gpu, m.gi, m.ci, m.gi_minor, m.ci_minor) for gpu in facts.gpus for m in gpu.mig}
+    injection = build.device(facts, build.select(facts, ["3:1", second.uuid]), ("compute",))
+    caps = {f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in (second.gi_minor, second.ci_minor)}
+    assert {item.path for item in injection.devices} == {"/dev/nvidia3", *caps}
+    assert all(os.path.exists(item.host_path) for item in injection.devices)
+
+
+def test_a_lost_gpu_hides_no_other(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "h100x8")
+    inject.inject(made.folder, "gpu 3 lost")
+    facts = nvml.facts(str(made.root))
+    assert [gpu.index for gpu in facts.gpus] == [0, 1, 2, 4, 5, 6, 7]
+    (lost,) = facts.lost
+    assert lost.index == 3 and "15" in lost.reason
+    inject.inject(made.folder, "gpu 3 found")
+    assert len(nvml.facts(str(made.root)).gpus) == 8
+
+
+def test_health_events_and_state(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "h100x8", gpus=2)
+    with nvml.Session(str(made.root)) as session:
+        uuids = [gpu.uuid for gpu in made.gpus]
+        assert session.watch([*uuids, "GPU-none"]).keys() == {"GPU-none"}
+        assert session.wait(1) is None
+        inject.inject(made.folder, "gpu 1 xid 79")
+        assert session.wait(2000) == nvml.Event(uuids[1], 8, 79)
+        inject.inject(made.folder, "gpu 0 xid 94 gi 2 ci 0")
+        assert session.wait(2000) == nvml.Event(uuids[0], 8, 94, 2, 0)
+        assert session.state(uuids[0]) == ""
+        inject.inject(made.folder, "gpu 0 lost")
+        assert "15" in session.state(uuids[0])
+
+
+# -- NVML does not start --
+
+
+def test_the_library_is_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(NvmlError, match=f"{tmp_path}/usr/lib64/libnvidia-ml.so.1.*driver root") as raised:
+        nvml.facts(str(tmp_path))
+    assert raised.value.code == nvml_errors.LIBRARY_NOT_FOUND
+
+
+def test_the_library_is_no_library(tmp_path: Path) -> None:
+    tree.write(tmp_path / "usr/lib64/libnvidia-ml.so.1", "text")
+    with pytest.raises(NvmlError, match=r"file too short|invalid ELF header"):
+        nvml.facts(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "remedy"),
+    [
+        (9, "bound to", "modprobe nvidia"),
+        (18, r"library 570\.86\.15, kernel module 570\.86\.15", "reload the kernel module"),
+        (4, "no permission", "device cgroup"),
+        (15, "a GPU is lost", "reset the GPU"),
+        (999, "999", "nvidia-smi"),
+    ],
+)
+def test_failures_of_init_are_told_apart(tmp_path: Path, code: int, told: str, remedy: str) -> None:
+    made = node.create(tmp_path / "n", "h100x8", gpus=1)
+    inject.inject(made.folder, f"nvml init fails with {code}")
+    with pytest.raises(NvmlError, match=told) as raised:
+        nvml.facts(str(made.root))
+    assert raised.value.code == code and remedy in str(raised.value)
+    inject.inject(made.folder, "nvml init works")
+    assert len(nvml.facts(str(made.root)).gpus) == 1
+
+
+def test_no_gpu_on_the_bus_is_not_a_missing_module(tmp_path: Path) -> None:
+    (tmp_path / "sys/bus/pci/devices").mkdir(parents=True)
+    error = nvml_errors.init_failed(9, "Driver Not Loaded", str(tmp_path), "libnvidia-ml.so.1")
+    assert "no NVIDIA device on the PCI bus" in str(error) and "passed through" in str(error)
+
+
+def test_a_slow_nvml_delays_procfs_not_at_all(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "h100x8")
+    inject.inject(made.folder, "nvml init takes 1s")
+    start = time.monotonic()
+    procfs.facts(str(made.root))
+    assert time.monotonic() - start < 0.5
+    nvml.facts(str(made.root))
+    assert time.monotonic() - start >= 1
+
+
+@pytest.mark.parametrize(
+    ("compute", "slices", "mig_mib", "total_mib", "name"),
+    [
+        (1, 1, 4864, 40536, "1g.5gb"),
+        (2, 2, 9856, 40536, "2g.10gb"),
+        (3, 3, 20096, 40536, "3g.20gb"),
+        (7, 7, 40192, 40536, "7g.40gb"),
+        (1, 1, 9856, 81559, "1g.10gb"),
+        (1, 1, 5952, 24258, "1g.6gb"),
+        (1, 1, 2560, 20480, "1g.3gb"),  # two and a half is rounded up
+        (1, 2, 9856, 40536, "1c.2g.10gb"),
+    ],
+)
+def test_profile_names(compute: int, slices: int, mig_mib: int, total_mib: int, name: str) -> None:
+    assert profile_name(compute, slices, mig_mib << 20, total_mib << 20) == name
