@@ -217,7 +217,7 @@ class TestCompat:
         work = RootfsWork(folders=(LIB,), host_driver="535.129.03")
         rootfs.prepare(str(root), work, [mount(host, "libcuda.so.570.86.15")])
         assert cached(root)[("libcuda.so.1", 0x303)] == f"/{self.FOLDER}/libcuda.so.575.57.08"
-        assert (root / "etc/ld.so.conf.d/00-gpulet.conf").read_text() == f"/{self.FOLDER}\n"
+        assert (root / "etc/ld.so.conf.d/00-compat-gpulet.conf").read_text() == f"/{self.FOLDER}\n"
 
     def test_isnt_used_on_a_newer_driver_and_an_earlier_decision_is_taken_back(self, root: Path, host: Path) -> None:
         self.image(root)
@@ -225,7 +225,7 @@ class TestCompat:
         rootfs.prepare(str(root), RootfsWork(folders=(LIB,), host_driver="535.129.03"), libraries)
         rootfs.prepare(str(root), RootfsWork(folders=(LIB,), host_driver="580.65.06"), libraries)
         assert cached(root)[("libcuda.so.1", 0x303)] == f"{LIB}/libcuda.so.1"
-        assert (root / "etc/ld.so.conf.d/00-gpulet.conf").read_text() == ""
+        assert (root / "etc/ld.so.conf.d/00-compat-gpulet.conf").read_text() == ""
 
     def test_the_note_counts(self, root: Path, host: Path) -> None:
         self.image(root, {"Format": 1, "CUDA Version": "12.9", "Driver": [550]})

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 CACHE = "/etc/ld.so.cache"
 CONF = "/etc/ld.so.conf"
 CONF_FOLDER = "/etc/ld.so.conf.d"
-OURS = f"{CONF_FOLDER}/00-gpulet.conf"  # one stable name: a restarted container doesn't pile files up
+# Stable names, so that a restarted container doesn't pile files up; ldconfig reads them in this order.
+COMPAT = f"{CONF_FOLDER}/00-compat-gpulet.conf"
+OURS = f"{CONF_FOLDER}/00-gpulet.conf"
 INCLUDE = f"include {CONF_FOLDER}/*.conf"
 MUSL_FOLDERS = ("/lib", "/usr/local/lib", "/usr/lib")  # what musl searches where it has no path file
 PROFILE = "/etc/nvidia/nvidia-application-profiles-rc.d/10-container.conf"
@@ -50,10 +52,12 @@ def carry_out(root: Root, work: RootfsWork, mounts: Sequence[Mount] = ()) -> Non
     """The same on a root that is open already."""
     for link in work.links:
         root.symlink(link.target, link.path)
-    first = ""
-    if work.host_driver or work.host_cuda:
+    weighed = bool(work.host_driver or work.host_cuda)
+    if weighed:
         first = compat.choose(root, work.compat_folder, work.host_driver, work.host_cuda).folder
-    if work.folders or first:
+    else:  # where each step is a hook of its own, an earlier one has decided
+        first = (root.read(COMPAT) or b"").decode("utf-8", "surrogateescape").strip()
+    if work.folders or (weighed and (first or root.exists(COMPAT))):
         _update_loader(root, work.folders, first, mounts)
     if work.profile_minors:
         write_profile(root, work.profile_minors)
@@ -165,9 +169,10 @@ def _write_conf(root: Root, folders: Sequence[str], first: str) -> None:
     if root.read(CONF) is None:
         root.write(CONF, f"{INCLUDE}\n".encode())
     listed = _searched(root)
-    lines = ([first] if first else []) + [folder for folder in folders if folder not in listed]
-    if lines or root.exists(OURS):
-        root.write(OURS, "".join(f"{line}\n" for line in lines).encode())
+    missing = [folder for folder in folders if folder not in listed]
+    for path, lines in ((COMPAT, [first] if first else []), (OURS, missing)):
+        if lines or (root.exists(path) and (path == COMPAT or folders)):
+            root.write(path, "".join(f"{line}\n" for line in lines).encode())
 
 
 def _searched(root: Root) -> set[str]:
@@ -181,7 +186,7 @@ def _searched(root: Root) -> set[str]:
     todo, files = [CONF], 0
     while todo and files < 64:
         path, files = todo.pop(), files + 1
-        if path == OURS:
+        if path in (COMPAT, OURS):
             continue
         for line in (root.read(path) or b"").decode("utf-8", "surrogateescape").splitlines():
             word, _, rest = line.partition("#")[0].strip().partition(" ")

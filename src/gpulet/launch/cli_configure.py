@@ -179,7 +179,7 @@ def _require(request: Request, facts: NodeFacts, call: Call) -> None:
 
 
 def _open_log(call: Call) -> int:
-    """The file of --debug, before we are in the container; one that can't be opened is passed over, as the peer does."""
+    """The file of --debug, opened before we are in the container; one that can't be opened is passed over."""
     path = call.last("debug")
     try:
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644) if path else -1

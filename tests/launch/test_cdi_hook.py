@@ -1,0 +1,196 @@
+"""gpulet-cdi-hook: its flags, where the container's root comes from, and what each hook leaves behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpulet.injection import rootfs
+from gpulet.injection.beneath import Root
+from gpulet.launch import cdi_hook
+from gpulet.node import ldcache
+from support.made_elf import library
+from support.namespaced import namespaced, tree
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    (tmp_path / "rootfs/etc").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps({"ociVersion": "1.0.2", "root": {"path": "rootfs"}}))
+    return tmp_path
+
+
+@pytest.fixture
+def call(bundle: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Calls the hook with the bundle's state on standard input."""
+
+    def run(*arguments: str, **state: object) -> int:
+        text = json.dumps({"ociVersion": "1.0.2", "bundle": str(bundle), "pid": 1, **state})
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        return cdi_hook.main(list(arguments))
+
+    return run
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize(
+        "arguments",
+        [[], ["--debug"], ["future-hook"], ["future-hook", "--odd", "x"], ["--quiet", "future-hook", "-z"]],
+        ids=" ".join,
+    )
+    def test_what_it_doesnt_know_is_a_warning(self, call, capsys, arguments: list[str]) -> None:  # type: ignore[no-untyped-def]
+        assert call(*arguments) == 0
+        assert "warning" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["prepare", "--odd"], "--odd"),
+            (["create-symlinks", "--link", "one"], "TARGET::LINK"),
+            (["create-symlinks", "--link", "a::b::c"], "TARGET::LINK"),
+            (["create-symlinks", "--link"], "no value"),
+            (["chmod", "--mode", "rwx", "--path", "/etc"], "octal"),
+            (["update-ldcache", "word"], "word"),
+        ],
+    )
+    def test_a_known_hook_with_a_bad_flag_fails(self, call, capsys, arguments: list[str], message: str) -> None:  # type: ignore[no-untyped-def]
+        assert call(*arguments) == 1
+        assert message in capsys.readouterr().err
+
+    def test_noop_and_help_need_no_container(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cdi_hook.main(["noop", "--debug"]) == 0
+        assert cdi_hook.main(["prepare", "--help"]) == 0
+        assert "usage:" in capsys.readouterr().out
+
+
+class TestContainerRoot:
+    def test_from_the_bundle(self, call, bundle: Path) -> None:  # type: ignore[no-untyped-def]
+        assert call("create-symlinks", "--link", "a::/x") == 0
+        assert os.readlink(bundle / "rootfs/x") == "a"
+
+    def test_from_the_states_own_field(self, call, bundle: Path) -> None:  # type: ignore[no-untyped-def]
+        (bundle / "other").mkdir()
+        assert call("create-symlinks", "--link=a::/x", root=str(bundle / "other")) == 0
+        assert os.readlink(bundle / "other/x") == "a"
+
+    def test_from_a_file(self, bundle: Path) -> None:
+        (bundle / "state.json").write_text(json.dumps({"bundle": str(bundle), "pid": 0}))
+        assert (
+            cdi_hook.main(["create-symlinks", "--container-spec", str(bundle / "state.json"), "--link", "a::/x"]) == 0
+        )
+        assert os.readlink(bundle / "rootfs/x") == "a"
+
+    @pytest.mark.parametrize("root", ["/", "//", "/proc/.."])
+    def test_never_this_machines_own(self, call, capsys, root: str) -> None:  # type: ignore[no-untyped-def]
+        assert call("create-symlinks", "--link", "a::/gpulet-must-not-exist", root=root) == 1
+        assert "wanted a folder other than /" in capsys.readouterr().err
+        assert not os.path.lexists("/gpulet-must-not-exist")
+
+
+class TestHooks:
+    def test_prepare_does_it_all_and_twice_is_as_once(self, call, bundle: Path) -> None:  # type: ignore[no-untyped-def]
+        folder = bundle / "rootfs/opt/driver"
+        folder.mkdir(parents=True)
+        (folder / "libcuda.so.570.86.15").write_bytes(library("libcuda.so.1"))
+        arguments = ["prepare", "--link", "libcuda.so.1::/opt/driver/libcuda.so", "--folder", "/opt/driver"]
+        assert call(*arguments) == 0
+        assert os.readlink(folder / "libcuda.so.1") == "libcuda.so.570.86.15"
+        assert os.readlink(folder / "libcuda.so") == "libcuda.so.1"
+        assert (bundle / "rootfs/etc/ld.so.conf.d/00-gpulet.conf").read_text() == "/opt/driver\n"
+        before = tree(bundle)
+        assert call(*arguments) == 0
+        assert tree(bundle) == before
+
+    def test_peers_names_one_step_each(self, call, bundle: Path) -> None:  # type: ignore[no-untyped-def]
+        root = bundle / "rootfs"
+        compat = root / "usr/local/cuda/compat"
+        compat.mkdir(parents=True)
+        (compat / "libcuda.so.575.57.08").write_bytes(library("libcuda.so.1"))
+        assert call("enable-cuda-compat", "--host-driver-version=535.129.03") == 0
+        assert (root / "etc/ld.so.conf.d/00-compat-gpulet.conf").read_text() == "/usr/local/cuda/compat\n"
+        assert call("update-ldcache", "--folder", "/opt/lib", "--ldconfig-path", "/sbin/ldconfig") == 0
+        (root / "bin").mkdir()
+        (root / "bin/tool").write_text("")
+        assert call("chmod", "--mode", "755", "--path", "/bin/tool", "--path", "/missing") == 0
+        assert stat.S_IMODE((root / "bin/tool").stat().st_mode) == 0o755
+
+    def test_compat_of_an_earlier_hook_stays_when_folders_follow(self, call, bundle: Path) -> None:  # type: ignore[no-untyped-def]
+        compat = bundle / "rootfs/usr/local/cuda/compat"
+        compat.mkdir(parents=True)
+        (compat / "libcuda.so.575.57.08").write_bytes(library("libcuda.so.1"))
+        (bundle / "rootfs/opt/lib").mkdir(parents=True)
+        (bundle / "rootfs/opt/lib/libcuda.so.535.129.03").write_bytes(library("libcuda.so.1"))
+        call("enable-cuda-compat", "--host-driver-version=535.129.03")
+        call("update-ldcache", "--folder", "/opt/lib")
+        configuration = bundle / "rootfs/etc/ld.so.conf.d"
+        lines = [(file.name, file.read_text()) for file in sorted(configuration.iterdir())]
+        assert lines == [("00-compat-gpulet.conf", "/usr/local/cuda/compat\n"), ("00-gpulet.conf", "/opt/lib\n")]
+        cache = ldcache.parse((bundle / "rootfs/etc/ld.so.cache").read_bytes())
+        assert cache.find("libcuda.so.1") == "/usr/local/cuda/compat/libcuda.so.575.57.08"
+
+    @pytest.mark.root
+    def test_application_profile_shows_the_nodes_that_are_there(self, call, bundle: Path) -> None:  # type: ignore[no-untyped-def]
+        dev = bundle / "rootfs/dev"
+        dev.mkdir()
+        for minor in (1, 4):
+            os.mknod(dev / f"nvidia{minor}", stat.S_IFCHR | 0o666, os.makedev(195, minor))
+        (dev / "nvidia7").write_text("no device")
+        assert call("update-application-profile") == 0
+        file = bundle / "rootfs/etc/nvidia/nvidia-application-profiles-rc.d/10-container.conf"
+        assert '"EGLVisibleDGPUDevices", 0x12' in file.read_text()
+
+    def test_links_of_the_image_are_not_followed_out(self, call, bundle: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        (bundle / "rootfs/lib").symlink_to(outside)
+        assert call("create-symlinks", "--link", "a::/lib/x") == 0
+        assert not list(outside.iterdir())
+
+
+@pytest.mark.root
+def test_a_root_that_cant_be_written_is_a_warning(bundle: Path) -> None:
+    """As where a runtime mounts the root read-only beforehand."""
+    script = (
+        f"mount --bind {bundle}/rootfs {bundle}/rootfs && mount -o remount,ro,bind {bundle}/rootfs && "
+        f'echo \'{{"bundle": "{bundle}", "pid": 0}}\' | '
+        f"{sys.executable} -m gpulet.launch.cdi_hook prepare --link a::/x --folder /opt/lib"
+    )
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Read-only file system" in done.stderr
+    assert not (bundle / "rootfs/x").exists()
+
+
+@pytest.mark.root
+def test_freezing_covers_the_parameters_in_the_container_alone(tmp_path: Path) -> None:
+    root, proc = tmp_path / "root", tmp_path / "proc"
+    (root / "proc").mkdir(parents=True)
+    (proc / "driver/nvidia").mkdir(parents=True)
+    (proc / "driver/nvidia/params").write_text("ModifyDeviceFiles: 1\n")
+    (proc / "driver/nvidia/version").write_text("version\n")
+    with namespaced(root, proc=proc) as pid:
+        pidfd = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
+        child = os.fork()
+        if not child:
+            from gpulet import linux
+
+            linux.setns(pidfd, linux.CLONE_NEWNS)
+            with Root(str(root)) as held:
+                rootfs.freeze(held, b"ModifyDeviceFiles: 0\n")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        os.close(pidfd)
+        inside = Path(f"/proc/{pid}/root{root}/proc/driver/nvidia")
+        assert (inside / "params").read_text() == "ModifyDeviceFiles: 0\n"
+        assert (inside / "version").read_text() == "version\n"
+        line = next(x for x in Path(f"/proc/{pid}/mountinfo").read_text().splitlines() if "nvidia/params" in x)
+        assert {"ro", "nosuid", "nodev", "noexec"} <= set(line.split()[5].split(","))
+        assert "shared:" not in line
+    assert (proc / "driver/nvidia/params").read_text() == "ModifyDeviceFiles: 1\n"
