@@ -7,11 +7,13 @@ in launch/.
 from __future__ import annotations
 
 from gpulet.errors import UnknownDevice
+from gpulet.injection.capabilities import Capabilities
 from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork, SymLink
+from gpulet.injection.nodes import Nodes, control_nodes, gids_of, gpu_nodes, mig_nodes
 from gpulet.injection.select import Selection, select
-from gpulet.node.devices import CAPS_FOLDER, IMEX_FOLDER, NVIDIA_MAJOR
+from gpulet.node.devices import IMEX_FOLDER
 from gpulet.node.driver import DriverFile, DriverFiles
-from gpulet.node.gpu import CharDevice, Gpu, MigDevice, NodeFacts
+from gpulet.node.gpu import NodeFacts
 from gpulet.node.paths import below
 from gpulet.node.procfs import pci_name
 from gpulet.request.model import Request
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "Selection", "build", "common", "device", "imex", "merge", "select"]
 
 ALL = ("all",)
-_CONTROL_MINORS = {"/dev/nvidiactl": 255, "/dev/nvidia-modeset": 254}  # fixed numbers under major 195
 _CAPABILITIES = "/proc/driver/nvidia/capabilities"
 _FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 _SOCKET_OPTIONS = ("nosuid", "nodev", "noexec", "rbind", "rprivate")
@@ -44,120 +45,6 @@ class Layout(Value):
     binaries: str = ""
 
 
-class _Capabilities:
-    """The driver capabilities asked for, as questions."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = frozenset(names)
-        self.everything = "all" in self.names
-
-    def __contains__(self, name: str) -> bool:
-        return self.everything or name in self.names
-
-    @property
-    def compute_libraries(self) -> bool:
-        """Video needs the compute libraries too, though not the compute programs."""
-        return "compute" in self or "video" in self
-
-    @property
-    def graphics(self) -> bool:
-        return "graphics" in self or "display" in self
-
-    def wants(self, file: DriverFile) -> str:
-        """The capability that lets a file in, "always" for a file that every container gets, "" for none."""
-        if file.capability == "":
-            return "always"
-        if self.everything:
-            return "all"
-        if file.kind == "library32" and "compat32" not in self.names:
-            return ""
-        if file.capability == "compute" and file.kind != "binary" and self.compute_libraries:
-            return "compute" if "compute" in self else "video"
-        if file.capability == "graphics" and self.graphics:
-            return "graphics" if "graphics" in self else "display"
-        return file.capability if file.capability in self.names else ""
-
-
-# -- device nodes --
-
-
-def _node(found: CharDevice, why: str) -> DeviceNode:
-    return DeviceNode(
-        found.path, found.host_path, found.major, found.minor, mode=found.mode, uid=found.uid, gid=found.gid, why=why
-    )
-
-
-class _Nodes:
-    """Device nodes by path: as they are on the node, else from the numbers that the kernel has for them."""
-
-    def __init__(self, facts: NodeFacts, dev_root: str) -> None:
-        self.facts = facts
-        self.root = dev_root or facts.dev_root
-        self.known = {node.path: node for node in facts.nodes}
-
-    def get(self, path: str, major: int, minor: int, why: str) -> DeviceNode | None:
-        """The node at `path`; made up from major and minor where it isn't in /dev, None where those are unknown."""
-        if path in self.known:
-            return _node(self.known[path], why)
-        if major < 0 or minor < 0:
-            return None
-        return DeviceNode(path, below(self.root, path), major, minor, why=why)
-
-    def starting(self, beginnings: tuple[str, ...], why: str) -> Iterator[DeviceNode]:
-        return (_node(node, why) for path, node in sorted(self.known.items()) if path.startswith(beginnings))
-
-    def nvidia(self, minor: int, why: str) -> DeviceNode:
-        path = f"/dev/nvidia{minor}"
-        return self.get(path, NVIDIA_MAJOR, minor, why) or DeviceNode(path, path, NVIDIA_MAJOR, minor, why=why)
-
-    def cap(self, minor: int, why: str) -> DeviceNode | None:
-        return self.get(f"{CAPS_FOLDER}/nvidia-cap{minor}", self.facts.major("nvidia-caps"), minor, why)
-
-
-def _control_nodes(nodes: _Nodes, capabilities: _Capabilities) -> Iterator[DeviceNode]:
-    if "/dev/dxg" in nodes.known:  # WSL has this one alone
-        yield _node(nodes.known["/dev/dxg"], "the only node of WSL")
-        return
-    paths = ["/dev/nvidiactl"]
-    if capabilities.compute_libraries:
-        paths += ["/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]
-    if "display" in capabilities:
-        paths.append("/dev/nvidia-modeset")
-    for path in paths:
-        major = NVIDIA_MAJOR if path == "/dev/nvidiactl" else -1  # the others only where they exist
-        node = nodes.get(path, major, _CONTROL_MINORS.get(path, -1), "control node")
-        if node is not None:
-            yield node
-
-
-def _gpu_nodes(nodes: _Nodes, gpu: Gpu, capabilities: _Capabilities, why: str) -> Iterator[DeviceNode]:
-    yield nodes.nvidia(gpu.minor, why)
-    if capabilities.graphics:
-        for name in gpu.drm:
-            if f"/dev/dri/{name}" in nodes.known:
-                yield _node(nodes.known[f"/dev/dri/{name}"], why)
-
-
-def _mig_nodes(nodes: _Nodes, mig: MigDevice) -> Iterator[DeviceNode]:
-    why = f"MIG device {mig.uuid or f'{mig.gpu}/{mig.gi}/{mig.ci}'}"
-    yield nodes.nvidia(mig.gpu_minor, why)
-    for minor, instance in ((mig.gi_minor, f"GPU instance {mig.gi}"), (mig.ci_minor, f"compute instance {mig.ci}")):
-        node = nodes.cap(minor, f"{why}, {instance}")
-        if node is None:
-            raise UnknownDevice(
-                f"no capability device of {instance} of GPU {mig.gpu}",
-                seen=f"minor {minor}, major {nodes.facts.major('nvidia-caps')}",
-                wanted=f"a node in {CAPS_FOLDER}, or nvidia-caps in /proc/devices and its minor in mig-minors",
-                remedy="create them with: nvidia-modprobe -c 0",
-            )
-        yield node
-
-
-def _gids(devices: Iterable[DeviceNode]) -> tuple[int, ...]:
-    """Groups without which a process of the container could not open a node."""
-    return tuple(sorted({node.gid for node in devices if node.gid and node.mode & 0o006 != 0o006}))
-
-
 # -- files --
 
 
@@ -174,7 +61,7 @@ def _links(file: DriverFile, target: str) -> Iterator[SymLink]:
         yield SymLink(text, moved, f"goes with {target}")
 
 
-def _mounts(files: DriverFiles, capabilities: _Capabilities, layout: Layout, sockets: bool, mps: bool) -> Injection:
+def _mounts(files: DriverFiles, capabilities: Capabilities, layout: Layout, sockets: bool, mps: bool) -> Injection:
     mounts: list[Mount] = []
     links: list[SymLink] = []
     folders: dict[str, None] = {}
@@ -206,13 +93,13 @@ def common(
     mps: bool = True,
 ) -> Injection:
     """What a container gets whichever GPUs it has: control nodes, driver files, links, the work in its root."""
-    asked = _Capabilities(capabilities)
-    nodes = tuple(_control_nodes(_Nodes(facts, dev_root), asked))
+    asked = Capabilities(capabilities)
+    nodes = tuple(control_nodes(Nodes(facts, dev_root), asked))
     placed = _mounts(files, asked, layout or Layout(), sockets, mps)
     rootfs = placed.rootfs.replace(
         host_driver=(facts.driver or files.version) if asked.compute_libraries else "", freeze_device_nodes=True
     )
-    return Injection(nodes, placed.mounts, _environment(placed.mounts), _gids(nodes), rootfs=rootfs)
+    return Injection(nodes, placed.mounts, _environment(placed.mounts), gids_of(nodes), rootfs=rootfs)
 
 
 def _environment(mounts: Iterable[Mount]) -> tuple[tuple[str, str], ...]:
@@ -229,21 +116,21 @@ def device(
     facts: NodeFacts, selection: Selection, capabilities: Iterable[str] = ALL, *, dev_root: str = ""
 ) -> Injection:
     """What belongs to the selected GPUs and MIG devices alone. Raises UnknownDevice where a MIG device has no nodes."""
-    asked = _Capabilities(capabilities)
-    nodes = _Nodes(facts, dev_root)
+    asked = Capabilities(capabilities)
+    nodes = Nodes(facts, dev_root)
     found: list[DeviceNode] = []
     links: list[SymLink] = []
     for gpu in selection.gpus:
-        found.extend(_gpu_nodes(nodes, gpu, asked, f"GPU {gpu.index}"))
+        found.extend(gpu_nodes(nodes, gpu, asked, f"GPU {gpu.index}"))
         if asked.graphics:
             links.extend(SymLink(text, path, f"GPU {gpu.index}") for text, path in gpu.drm_links)
     for mig in selection.migs:
-        found.extend(_mig_nodes(nodes, mig))
+        found.extend(mig_nodes(nodes, mig))
     unique = {node.path: node for node in reversed(found)}  # the first reason stays
     minors = {gpu.minor for gpu in selection.gpus} | {mig.gpu_minor for mig in selection.migs}
     return Injection(
         tuple(unique[path] for path in sorted(unique)),
-        gids=_gids(unique.values()),
+        gids=gids_of(unique.values()),
         rootfs=RootfsWork(tuple(links), profile_minors=tuple(sorted(minors)) if asked.graphics else ()),
         proc_gpus=tuple(pci_name(bus_id) for bus_id in selection.bus_ids(facts)),
         proc_mig=tuple(
@@ -277,7 +164,7 @@ def imex(facts: NodeFacts, channels: Iterable[str], *, dev_root: str = "") -> In
 
 def gated(facts: NodeFacts, names: Iterable[str], *, root: str = "/", dev_root: str = "") -> Injection:
     """Devices that a container must ask for by name (see GATED). Those absent from the node give nothing."""
-    nodes = _Nodes(facts, dev_root)
+    nodes = Nodes(facts, dev_root)
     found: list[DeviceNode] = []
     mounts: list[Mount] = []
     for name in names:
@@ -286,12 +173,12 @@ def gated(facts: NodeFacts, names: Iterable[str], *, root: str = "/", dev_root: 
         found.extend(these)
         if these:
             mounts.extend(Mount(below(root, path), path, _FILE_OPTIONS, why=f"goes with {name}") for path in paths)
-    return Injection(tuple(found), tuple(mounts), gids=_gids(found))
+    return Injection(tuple(found), tuple(mounts), gids=gids_of(found))
 
 
 def _mig_management(facts: NodeFacts, request: Request, selection: Selection, dev_root: str) -> Injection:
     """The capability devices with which a container may partition ("config") or watch ("monitor") MIG."""
-    nodes = _Nodes(facts, dev_root)
+    nodes = Nodes(facts, dev_root)
     asked = ((request.mig_config, facts.mig_minors[0], "config"), (request.mig_monitor, facts.mig_minors[1], "monitor"))
     found: list[DeviceNode] = []
     paths: list[str] = []
@@ -303,7 +190,7 @@ def _mig_management(facts: NodeFacts, request: Request, selection: Selection, de
     if found:
         for gpu in selection.gpus:
             for mig in gpu.mig:
-                found.extend(_mig_nodes(nodes, mig))
+                found.extend(mig_nodes(nodes, mig))
     return Injection(tuple(found), proc_mig=tuple(paths))
 
 
@@ -358,7 +245,7 @@ def build(
     """
     if not request:
         return Injection()
-    selection = select(facts, request.devices)
+    selection = Selection() if Nodes(facts, dev_root).wsl else select(facts, request.devices)
     parts = [
         common(facts, files, request.capabilities, dev_root=dev_root, layout=layout, sockets=sockets, mps=mps),
         device(facts, selection, request.capabilities, dev_root=dev_root),

@@ -11,51 +11,16 @@ import os
 from gpulet.errors import DriverNotFound
 from gpulet.node import driver_table as table
 from gpulet.node import elf
+from gpulet.node.devices import choose_dev_root
+from gpulet.node.driver_files import DriverFile, DriverFiles, Missing
 from gpulet.node.paths import below, resolve
 from gpulet.node.procfs import driver_version, read_text
-from gpulet.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-
-class DriverFile(Value):
-    """One file or folder of the driver.
-
-    path: as seen below the root, which is where the container gets it; source: on the host; kind: "library",
-    "library32", "binary", "firmware", "socket", "config" or "xorg"; capability: one of driver_table's; soname: of a
-    library; links: (text, path) of symbolic links to be made with it.
-    """
-
-    path: str
-    source: str
-    kind: str
-    capability: str = ""
-    soname: str = ""
-    links: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def folder(self) -> str:
-        """The folder that holds it."""
-        return self.path.rpartition("/")[0]
-
-
-class Missing(Value):
-    """A file that a driver should have and that wasn't found; looked: the places, below the root."""
-
-    name: str
-    looked: tuple[str, ...]
-
-
-class DriverFiles(Value):
-    """What was found beneath `root`. folders: the driver's 64-bit library folders, first the one with libcuda."""
-
-    root: str
-    version: str
-    files: tuple[DriverFile, ...] = ()
-    missing: tuple[Missing, ...] = ()
-    folders: tuple[str, ...] = ()
+__all__ = ["DriverFile", "DriverFiles", "Missing", "cached_folders", "find", "library_folders"]
 
 
 def _listing(root: str, folder: str) -> dict[str, bool]:
@@ -300,6 +265,10 @@ def find(
     Raises DriverNotFound, naming every folder, where there is no driver library.
     """
     root = root or "/"
+    if os.path.exists(below(choose_dev_root(root), "/dev/dxg")):
+        from gpulet.node import wsl
+
+        return wsl.find(root, version)
     look = _Search(root, ldcache, search)
     running = version or driver_version(root)
     version = running or look.version()

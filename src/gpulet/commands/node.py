@@ -1,0 +1,181 @@
+"""gpulet node: what this node has, and how we know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from gpulet.errors import DriverNotFound, NodeError, NvmlError
+from gpulet.node import driver, nvml, platform, procfs
+from gpulet.node.driver import DriverFiles
+from gpulet.node.gpu import Gpu, NodeFacts
+from gpulet.node.platform import Platform
+
+_WIDTH = 132
+_LEVEL_MARKS = {
+    "board": "BRD",
+    "switch": "PIX",
+    "switches": "PXB",
+    "host-bridge": "PHB",
+    "numa": "NODE",
+    "system": "SYS",
+}
+
+
+def look(root: str, dev_root: str = "", source: str = "auto") -> tuple[NodeFacts, str]:
+    """(facts, why NVML could not be asked). source: "nvml", "procfs", or "auto": NVML, and procfs where it can't start.
+
+    Raises NodeError where neither knows anything.
+    """
+    if source == "procfs":
+        return procfs.facts(root, dev_root), ""
+    try:
+        return nvml.facts(root, dev_root), ""
+    except NvmlError as error:
+        if source == "nvml":
+            raise
+        try:
+            return procfs.facts(root, dev_root), str(error)
+        except NodeError:
+            raise error from None
+
+
+def _files(root: str, version: str) -> tuple[DriverFiles | None, str]:
+    try:
+        return driver.find(root, version=version), ""
+    except DriverNotFound as error:
+        return None, str(error)
+
+
+def command(
+    driver_root: Annotated[
+        str, typer.Option("--driver-root", envvar="GPULET_DRIVER_ROOT", help="The tree that holds the driver.")
+    ] = "/",
+    dev_root: Annotated[str, typer.Option(help="The tree whose dev/ holds the nodes, where that is another.")] = "",
+    source: Annotated[str, typer.Option(help="Whom to ask: auto, nvml or procfs.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    files: Annotated[bool, typer.Option("--files", help="List the driver's files too, and those missing.")] = False,
+) -> None:
+    """What this node has: GPUs, driver, platform, and the evidence."""
+    if source not in ("auto", "nvml", "procfs"):
+        raise typer.BadParameter(f"--source {source}: choose auto, nvml or procfs")
+    facts, trouble = _try(driver_root, dev_root, source)
+    kind = platform.detect(driver_root, gpu_names=[gpu.name for gpu in facts.gpus] if facts else [])
+    found, no_files = _files(driver_root, facts.driver if facts else "")
+    if as_json:
+        data: dict[str, Any] = {"root": driver_root, "platform": kind.to_data()}
+        data["facts"] = facts.to_data() if facts else None
+        data["files"] = found.to_data() if found else None
+        data["trouble"] = [text for text in (trouble, no_files) if text]
+        typer.echo(json.dumps(data))
+    else:
+        _show(facts, kind, found, files, [text for text in (trouble, no_files) if text])
+    if facts is None:
+        raise typer.Exit(1)
+
+
+def _try(root: str, dev_root: str, source: str) -> tuple[NodeFacts | None, str]:
+    """As `look`, with no facts instead of an error: the platform and its evidence are worth telling all the same."""
+    try:
+        return look(root, dev_root, source)
+    except NodeError as error:
+        return None, str(error)
+
+
+def _show(
+    facts: NodeFacts | None, kind: Platform, found: DriverFiles | None, files: bool, troubles: Sequence[str]
+) -> None:
+    console = Console()
+    if console.width < _WIDTH:
+        console = Console(width=_WIDTH)  # rows that the terminal breaks are easier to read than squeezed columns
+    _show_head(console, facts, kind, found)
+    if facts:
+        _show_gpus(console, facts)
+        _show_links(console, facts)
+    for text in troubles:
+        console.print(f"[yellow]![/] {text}", soft_wrap=True)
+    if files and found:
+        _show_files(console, found)
+
+
+def _show_head(console: Console, facts: NodeFacts | None, kind: Platform, files: DriverFiles | None) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    table.add_row("platform", f"[bold]{kind.kind}[/]")
+    table.add_row("evidence", "\n".join(kind.evidence))
+    if facts:
+        versions = f"{facts.driver or 'unknown'}, CUDA {facts.cuda or 'unknown'}"
+        table.add_row("driver", versions + (f", NVML {facts.nvml}" if facts.nvml else ""))
+        table.add_row("asked", facts.source)
+        table.add_row("majors", ", ".join(f"{name} {number}" for name, number in facts.majors))
+    if facts and facts.imex:
+        table.add_row("IMEX channels", f"{len(facts.imex)}: {', '.join(map(str, facts.imex[:16]))}")
+    if kind.vfio:
+        table.add_row("virtual machines", "belong the GPUs " + ", ".join(kind.vfio))
+    if files:
+        table.add_row(
+            "driver files", f"{len(files.files)} in {', '.join(files.folders)}, {len(files.missing)} not found"
+        )
+    console.print(table)
+
+
+def _show_gpus(console: Console, facts: NodeFacts) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("index", "minor", "uuid", "PCI", "name", "memory", "arch", "NUMA", "MIG"):
+        right = title in ("index", "minor", "memory", "NUMA")
+        table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title == "uuid")
+    for gpu in facts.gpus:
+        memory = f"{gpu.memory / 2**30:.0f} GiB" if gpu.memory else ""
+        numa = str(gpu.numa) if gpu.numa >= 0 else "?"
+        row = (str(gpu.index), str(gpu.minor), gpu.uuid, gpu.bus_id, gpu.name, memory, gpu.arch, numa, _mig(gpu))
+        table.add_row(*row)
+        for mig in gpu.mig:
+            slot = f"{mig.gpu}:{mig.slot if mig.slot >= 0 else '?'}"
+            instances = f"gi {mig.gi}, ci {mig.ci}, caps {mig.gi_minor} and {mig.ci_minor}"
+            table.add_row(
+                slot, "", mig.uuid, "", f"  {mig.profile or 'MIG'}", f"{mig.memory / 2**30:.0f} GiB", "", "", instances
+            )
+    for lost in facts.lost:
+        table.add_row(str(lost.index), "", lost.uuid, lost.bus_id, f"[red]lost: {lost.reason}")
+    console.print(table)
+
+
+def _mig(gpu: Gpu) -> str:
+    if gpu.mig_enabled:
+        return f"on, {len(gpu.mig)} devices"
+    return "off" if gpu.mig_capable else ""
+
+
+def _show_links(console: Console, facts: NodeFacts) -> None:
+    if not any(gpu.links for gpu in facts.gpus):
+        return
+    table = Table(
+        box=SIMPLE_HEAD, pad_edge=False, title="links: NVn is n NVLinks, else the PCIe level", title_justify="left"
+    )
+    table.add_column("")
+    for gpu in facts.gpus:
+        table.add_column(str(gpu.index))
+    for gpu in facts.gpus:
+        to = {
+            link.peer: f"NV{link.nvlinks}" if link.nvlinks else _LEVEL_MARKS.get(link.level, "?") for link in gpu.links
+        }
+        table.add_row(str(gpu.index), *(to.get(peer.index, "") for peer in facts.gpus))
+    console.print(table)
+
+
+def _show_files(console: Console, files: DriverFiles) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in ("file", "kind", "capability", "soname"):
+        table.add_column(title, overflow="fold")
+    for file in files.files:
+        table.add_row(file.path, file.kind, file.capability or "always", file.soname)
+    for missing in files.missing:
+        table.add_row(f"[dim]{missing.name}", "[yellow]not found", "", f"[dim]looked in {' '.join(missing.looked)}")
+    console.print(table)
