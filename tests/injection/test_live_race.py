@@ -1,0 +1,114 @@
+"""A hostile image whose folders are swapped for links that lead out of it, all the time, while we work in it.
+
+Ten thousand paths are made, mounted on or written; nothing outside the root may change, whatever the outcome inside.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from gpulet.errors import StepFailed
+from gpulet.injection import live, rootfs
+from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork, SymLink
+from support.namespaced import mounts, namespaced, tree
+
+pytestmark = pytest.mark.root
+
+ROUNDS = 10_000
+DRIVER = "proc/driver/nvidia"
+SWAPPED = ("usr/lib", "etc", "etc/ld.so.conf.d", "dev", "opt", DRIVER, "etc/nvidia", "run")
+
+
+def swap_for_ever(root: Path, outside: Path) -> None:
+    """Exchanges each folder with a link out of the root, over and over, as fast as can be."""
+    targets = (str(outside), "../" * 40 + str(outside)[1:], "/proc/self/root" + str(outside), "/proc/1/root")
+    turn = 0
+    while True:
+        turn += 1
+        for path in SWAPPED:
+            here, aside = root / path, root / f".aside-{path.replace('/', '-')}"
+            try:
+                os.rename(here, aside)
+                os.symlink(targets[turn % len(targets)], here)
+                os.unlink(here)
+                os.rename(aside, here)
+            except OSError:
+                continue
+
+
+@pytest.fixture
+def scene(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """(root, outside, host), with the racing process at work."""
+    root, outside, host = tmp_path / "root", tmp_path / "outside", tmp_path / "host"
+    for path in SWAPPED:
+        (root / path).mkdir(parents=True, exist_ok=True)
+        (outside / path).mkdir(parents=True, exist_ok=True)
+    (outside / "ld.so.cache").write_text("untouched")
+    (outside / "nvidia0").write_text("untouched")
+    host.mkdir()
+    (host / "libcuda.so.1").write_text("library")
+    os.mknod(host / "nvidia0", stat.S_IFCHR | 0o666, os.makedev(195, 0))
+    pid = os.fork()
+    if not pid:
+        try:
+            os.nice(5)
+            swap_for_ever(root, outside)
+        finally:
+            os._exit(1)
+    yield root, outside, host
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_work_beneath_the_root(scene) -> None:  # type: ignore[no-untyped-def]
+    root, outside, _ = scene
+    before = tree(outside)
+    names = [f"/{folder}/{name}" for folder in SWAPPED for name in ("a/b", "c")]
+    done = failed = 0
+    ends = time.monotonic() + 60
+    while done + failed < ROUNDS and time.monotonic() < ends:
+        for at in range(0, len(names), 4):
+            links = tuple(SymLink(f"{done}", name) for name in names[at : at + 4])
+            try:
+                done += (
+                    len(rootfs.prepare(str(root), RootfsWork(links, folders=("/opt/lib",), profile_minors=(0,)))) + 1
+                )
+            except StepFailed:
+                failed += 1
+    assert done + failed >= ROUNDS, "too slow to mean anything"
+    assert done > ROUNDS // 10
+    assert failed, "the race never met us"
+    assert tree(outside) == before
+
+
+def test_mounts_into_a_container(scene) -> None:  # type: ignore[no-untyped-def]
+    root, outside, host = scene
+    before, mounted = tree(outside), mounts()
+    work = Injection(
+        devices=(DeviceNode("/dev/nvidia0", str(host / "nvidia0"), 195, 0),),
+        mounts=tuple(
+            Mount(str(host / "libcuda.so.1"), path, kind="binary")
+            for path in ("/usr/lib/libcuda.so.1", "/opt/x/libcuda.so.1", "/run/y/libcuda.so.1", "/etc/nvidia/z")
+        ),
+        rootfs=RootfsWork((SymLink("x", "/etc/link"),)),
+    )
+    paths = set()
+    good = 0
+    for _ in range(60):
+        with namespaced(root) as pid:
+            try:
+                live.apply(work, pid, str(root), cgroups=False)
+                good += 1
+            except StepFailed:
+                pass
+            paths |= set(mounts(pid)) - set(mounted)
+    assert good
+    assert all(path == str(root) or path.startswith(f"{root}/") for path in paths)
+    assert tree(outside) == before
+    assert mounts() == mounted
