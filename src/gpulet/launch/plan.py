@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import os
 
-from gpulet.errors import CdiError, ConfigError, RequestError
+from gpulet.errors import CdiError, ConfigError, EngineError, RequestError
 from gpulet.injection import oci
 from gpulet.injection.model import Hook, Injection, Mount, RootfsWork
 from gpulet.launch import programs
 from gpulet.request import bundle, policy
 from gpulet.request.decide import Decision, cuda_value, decide, needs_ledger, speaks_cuda
 from gpulet.request.devices import is_qualified
-from gpulet.settings import CUDA_VISIBLE_DEVICES, DEFAULT_PATH, Settings
+from gpulet.settings import CUDA_VISIBLE_DEVICES, DEFAULT_PATH, DRIVER_CAPABILITIES, Settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 ORIGINAL = "GPULET_VISIBLE_DEVICES"  # in the hook's environment: the variable's value before it was rewritten
 AUTOMATIC = "runtime.nvidia.com/gpu="  # CDI names that mean: as the runtime finds the device itself
+HOOK_ENV = ("GPULET_HOOK=1",)  # never empty: runc would hand the container's environment to the hook
 PRESTART_HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit", "gpulet-hook")
 
 
@@ -110,9 +111,43 @@ def _direct(config: dict[str, Any], container: Container, decision: Decision, se
         config = oci.apply(config, injection)
         config = _with_cuda(config, _cuda_env(request, container, settings))
     config, work = _take_over(config, injection.rootfs)
+    plan = Plan(config, injection, work, _libraries(config, injection, work))
+    if covered(config, work):
+        return by_hook(plan)
     if work.freeze_device_nodes:
-        config = _frozen(config)
-    return Plan(config, injection, work, _libraries(config, injection, work))
+        plan.config = _frozen(config)
+    return plan
+
+
+def covered(config: dict[str, Any], work: RootfsWork) -> str:
+    """The first mount that would hide what is written beneath the root now, "" for none."""
+    if work.empty():
+        return ""
+    places = [link.path for link in work.links] + [f"{folder}/soname" for folder in work.folders]
+    places += ["/etc/ld.so.cache", "/etc/ld.so.conf.d/conf"] if work.folders or work.host_driver else []
+    places += ["/etc/nvidia/profile"] if work.profile_minors else []
+    for entry in config.get("mounts") or ():
+        folder = os.path.normpath(entry.get("destination") or "/")
+        if any(place == folder or place.startswith(folder + "/") for place in places):
+            return folder
+    return ""
+
+
+def by_hook(plan: Plan) -> Plan:
+    """The same plan with the work left to one hook, which runs when the container's mounts are there: for roots whose
+    files lie under another mount, or that can't be written from here (another user namespace's). Raises EngineError."""
+    from gpulet.injection.cdi_hooks import hook_args
+
+    program = programs.cdi_hook()
+    if not program:
+        raise EngineError(
+            "the container's root can't be prepared from outside",
+            wanted="gpulet-cdi-hook beside gpulet-runtime or in PATH",
+            remedy="write the launchers with: gpulet install",
+        )
+    args = hook_args(os.path.basename(program), plan.work, profile=bool(plan.work.profile_minors))
+    config = oci.add_hook(plan.config, Hook("createContainer", program, tuple(args), HOOK_ENV))
+    return Plan(config, plan.injection, RootfsWork())
 
 
 def _take_over(config: dict[str, Any], work: RootfsWork) -> tuple[dict[str, Any], RootfsWork]:
@@ -137,15 +172,14 @@ def _frozen(config: dict[str, Any]) -> dict[str, Any]:
     if not program or rootfs.frozen_params() is None:
         return config
     name = os.path.basename(program)
-    env = ("GPULET_HOOK=1",)  # never empty: runc would hand the container's environment to the hook
-    return oci.add_hook(config, Hook("createContainer", program, (name, "disable-device-node-modification"), env))
+    return oci.add_hook(config, Hook("createContainer", program, (name, "disable-device-node-modification"), HOOK_ENV))
 
 
 def _injection(request: Request, mode: str, settings: Settings) -> Injection:
     names = cdi_names(request, mode, settings)
     if names:
         _check_requirements(request, settings, None)
-        return _resolve(names, settings)
+        return _resolve(names, request, settings)
     plain = tuple(device.removeprefix(AUTOMATIC) for device in request.devices)
     return _from_node(request.replace(devices=plain), settings)
 
@@ -175,11 +209,16 @@ def _mixed(device: str, request: Request) -> None:
     )
 
 
-def _resolve(names: tuple[str, ...], settings: Settings) -> Injection:
+def _resolve(names: tuple[str, ...], request: Request, settings: Settings) -> Injection:
     from gpulet.injection.cdi_hooks import absorb
     from gpulet.injection.cdi_registry import Registry
 
-    return absorb(Registry(settings.cdi_spec_dirs).resolve(names))
+    injection = absorb(Registry(settings.cdi_spec_dirs).resolve(names))
+    if settings.capabilities == "all" or set(DRIVER_CAPABILITIES) <= set(request.capabilities):
+        return injection
+    from gpulet.injection.narrow import narrow
+
+    return narrow(injection, request.capabilities)
 
 
 def _from_node(request: Request, settings: Settings) -> Injection:
@@ -191,13 +230,15 @@ def _from_node(request: Request, settings: Settings) -> Injection:
     if procfs.needs_nvml(facts, request.devices):
         # the specification that the plugin or `gpulet cdi generate` wrote knows MIG devices too, and costs no NVML
         try:
-            return _resolve(tuple(f"{settings.cdi_default_kind}={device}" for device in request.devices), settings)
+            return _resolve(tuple(f"{settings.cdi_default_kind}={d}" for d in request.devices), request, settings)
         except CdiError:
             from gpulet.node import nvml
 
             facts = nvml.facts(root)
     _check_requirements(request, settings, facts)
     files = driver.find(root, version=facts.driver, ldcache=settings.cli_ldcache)
+    if set(DRIVER_CAPABILITIES) <= set(request.capabilities):
+        request = request.replace(capabilities=("all",))  # with the files that belong to none of them
     injection = build.build(facts, files, request)
     return injection.replace(gids=()) if settings.no_device_gids else injection
 

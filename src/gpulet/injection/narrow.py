@@ -1,0 +1,63 @@
+"""Leaves out of an Injection the driver files of capabilities that a container didn't ask for.
+
+A CDI specification holds everything a driver has. What build.py decides while it makes an Injection is decided here for
+one that comes out of a specification, by the same table of file names; a file that the table doesn't know stays.
+Loaded by the programs in launch/.
+"""
+
+from __future__ import annotations
+
+import os
+
+from gpulet.injection.capabilities import Capabilities
+from gpulet.injection.model import Injection, SymLink
+from gpulet.node import driver_table as table
+from gpulet.node.driver_files import DriverFile
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def narrow(injection: Injection, capabilities: Iterable[str]) -> Injection:
+    """The same with the files of these capabilities alone, and without the links that would then lead nowhere."""
+    asked = Capabilities(capabilities)
+    left_out = {mount.path for mount in injection.mounts if not _stays(mount.path, asked)}
+    if not left_out:
+        return injection
+    mounts = tuple(mount for mount in injection.mounts if mount.path not in left_out)
+    links = _leading_somewhere(injection.rootfs.links, left_out)
+    return injection.replace(mounts=mounts, rootfs=injection.rootfs.replace(links=links))
+
+
+def _stays(path: str, asked: Capabilities) -> bool:
+    capability = capability_of(path)
+    if capability is None:
+        return True
+    kind = "binary" if path.rpartition("/")[2] in table.BINARIES else "library"
+    return bool(asked.wants(DriverFile(path, path, kind, capability)))
+
+
+def capability_of(path: str) -> str | None:
+    """The capability of a driver's file by its path in the container; None where it is no file of the table."""
+    name = path.rpartition("/")[2]
+    if path in table.CONFIGURATION:
+        return table.CONFIGURATION[path]
+    if name in table.BINARIES:
+        return table.BINARIES[name]
+    stem, suffix, _ = name.partition(".so")
+    return table.CAPABILITY_OF_LIBRARY.get(stem) if suffix else None
+
+
+def _leading_somewhere(links: tuple[SymLink, ...], left_out: set[str]) -> tuple[SymLink, ...]:
+    """Links go in chains (libcuda.so -> libcuda.so.1 -> libcuda.so.570.86.15): whoever leads to a gone one goes too."""
+    gone = set(left_out)
+    while True:
+        more = {link.path for link in links if link.path not in gone and _target(link) in gone}
+        if not more:
+            return tuple(link for link in links if link.path not in gone)
+        gone |= more
+
+
+def _target(link: SymLink) -> str:
+    return os.path.normpath(os.path.join(os.path.dirname(link.path), link.target))

@@ -1,0 +1,146 @@
+"""What the runtime writes, started by a real runc on a simulated node: what the probe inside sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulet.injection import cdi
+from gpulet.node import driver, procfs
+from gpulet.sim import node as sim
+from gpulet.sim.node import SimNode
+from support.namespaced import mounts
+from support.real_container import Bundle, config
+
+pytestmark = [pytest.mark.root, pytest.mark.e2e]
+
+V = "NVIDIA_VISIBLE_DEVICES"
+PROBE = ["/usr/bin/gpulet-probe"]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> SimNode:
+    return sim.create(tmp_path_factory.mktemp("node") / "n", "h100x8")
+
+
+class Started:
+    """A bundle that goes through gpulet-runtime and is then run by runc."""
+
+    def __init__(self, folder: Path, node: SimNode) -> None:
+        self.folder, self.node = folder, node
+        self.settings = folder / "config.toml"
+        self.configure()
+
+    def configure(self, rest: str = "") -> None:
+        """Writes config.toml."""
+        self.settings.write_text(
+            f"[nvidia-container-cli]\nroot = '{self.node.root}'\n"
+            f"[nvidia-container-runtime]\nruntimes = ['/bin/true']\n"
+            f"[nvidia-container-runtime.modes.cdi]\nspec-dirs = ['{self.folder}/cdi']\n{rest}\n"
+        )
+
+    def run(self, made: dict[str, Any], *env: str, libc: str = "glibc") -> dict[str, Any]:
+        """What the probe tells. made: the config.json; env: more variables for it."""
+        bundle = Bundle(self.folder, libc)
+        made["process"]["env"] += env
+        path = bundle.bundle / "config.json"
+        path.write_text(json.dumps(made))
+        done = subprocess.run(
+            [str(bundle.programs["gpulet-runtime"]), "create", "--bundle", str(bundle.bundle), "x"],
+            capture_output=True, text=True, timeout=60, check=False,
+            env={"PATH": os.environ["PATH"], "GPULET_CONFIG": str(self.settings)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        self.after = json.loads(path.read_text())
+        ran = bundle.run(self.after)
+        assert ran.returncode == 0, ran.stderr
+        told: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+        return told
+
+    def check(self, seen: dict[str, Any], *indices: int, loaded: bool = True) -> None:
+        """Holds what the probe saw against the GPUs that were to be seen."""
+        every = {gpu.minor for gpu in self.node.gpus}
+        wanted = {self.node.gpus[i].minor for i in indices}
+        if loaded:
+            assert [gpu["uuid"] for gpu in seen["nvml"]] == [self.node.gpus[i].uuid for i in indices]
+        assert {f"/dev/nvidia{minor}" for minor in wanted} <= set(seen["devices"])
+        assert set(seen["denied"]) >= every - wanted
+        assert not set(seen["denied"]) & wanted
+
+
+@pytest.fixture
+def started(tmp_path: Path, node: SimNode) -> Started:
+    return Started(tmp_path, node)
+
+
+@pytest.mark.parametrize("libc", ["glibc", "musl", "none"])
+def test_every_kind_of_image_sees_its_gpus(started: Started, libc: str) -> None:
+    before = mounts()
+    seen = started.run(config(PROBE), f"{V}=1,3", libc=libc)
+    started.check(seen, 1, 3, loaded=libc != "none")
+    assert "hooks" not in started.after
+    assert mounts() == before
+
+
+def test_a_root_that_is_read_only_in_the_container(started: Started) -> None:
+    seen = started.run(config(PROBE, root={"path": "rootfs", "readonly": True}), f"{V}=2")
+    started.check(seen, 2)
+
+
+def test_a_mount_over_etc_leaves_the_work_to_one_hook(started: Started) -> None:
+    made = config(PROBE)
+    made["mounts"].append({"destination": "/etc", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev"]})
+    seen = started.run(made, f"{V}=4")
+    started.check(seen, 4)
+    (hook,) = started.after["hooks"]["createContainer"]
+    assert hook["args"][:2] == ["gpulet-cdi-hook", "prepare"]
+    assert hook["env"]
+
+
+def test_a_later_ldconfig_in_the_container_keeps_the_driver(started: Started) -> None:
+    made = config(["/bin/sh", "-c", "/sbin/ldconfig && exec /usr/bin/gpulet-probe"])
+    started.check(started.run(made, f"{V}=0"), 0)
+
+
+def test_hooks_that_an_engine_took_from_a_specification_are_done_and_not_run(started: Started, node: SimNode) -> None:
+    facts = procfs.facts(str(node.root))
+    files = driver.find(str(node.root), version=facts.driver)
+    spec = cdi.make_spec(facts, files, hook_path="/nowhere/nvidia-cdi-hook")
+    folder = started.folder / "cdi"
+    folder.mkdir()
+    cdi.write_spec(spec, str(folder / "nvidia.json"))
+    seen = started.run(config(PROBE), f"{V}=nvidia.com/gpu=5")
+    started.check(seen, 5)
+    assert "/nowhere" not in json.dumps(started.after.get("hooks"))
+
+
+def test_what_a_cdi_engine_has_put_in_already_is_finished(started: Started, tmp_path: Path) -> None:
+    """containerd applies devices, mounts and NVIDIA's hooks itself; the runtime then does the hooks' work."""
+    version, folder = (
+        started.node.description.driver,
+        str(started.node.library_folder).removeprefix(str(started.node.root)),
+    )
+    commands = [
+        ["create-symlinks", "--link", f"libcuda.so.{version}::{folder}/libcuda.so.1"],
+        ["enable-cuda-compat", f"--host-driver-version={version}"],
+        ["update-ldcache", "--folder", folder],
+        ["disable-device-node-modification"],
+        ["update-application-profile"],
+    ]
+    (tmp_path / "first").mkdir()
+    engine = Started(tmp_path / "first", started.node)
+    engine.run(config(PROBE), f"{V}=6")
+    foreign = {"path": "/bin/true", "args": ["true"], "env": ["A=1"]}
+    hooks = [
+        {"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", *command], "env": ["NVIDIA_CTK_DEBUG=false"]}
+        for command in commands
+    ]
+    made = engine.after | {"hooks": {"createContainer": [*hooks, foreign]}}
+    seen = started.run(made)
+    started.check(seen, 6)
+    assert started.after["hooks"] == {"createContainer": [foreign]}
