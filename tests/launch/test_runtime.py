@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +255,30 @@ def test_one_line_of_log_for_a_container_with_gpus(machine: Machine) -> None:
     assert "source=environment" in line
     assert "container=main" in line
     assert "devices=1" in line
+
+
+SLOW = {
+    "re", "json", "enum", "typing", "dataclasses", "argparse", "tomllib", "pathlib", "subprocess", "logging", "yaml",
+    "collections", "functools", "contextlib", "tempfile", "shutil", "socket", "ctypes", "site",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+def test_what_a_create_and_a_passing_command_load(machine: Machine, mode: str) -> None:
+    """Each of these costs milliseconds for every container; here with the configuration compiled, as it is soon."""
+    machine.configure(runtime=f"mode = '{mode}'")
+    then = machine.config_file.stat().st_mtime - 60
+    os.utime(machine.config_file, (then, then))
+    machine.run("gpulet-runtime", "state", "x")
+    machine.make(config(f"{V}=1"))
+    program = (machine.folder / "bin/gpulet-runtime").read_text().partition("\n")[2]
+    say = "import os\nos.execv = lambda *_: print(*sys.modules) or os._exit(sys.stdout.flush() or 0)\n"
+    path = machine.folder / "bin/gpulet-watched"
+    path.write_text(f"#!{sys.executable} -IS\nimport sys\n{say}{program}")
+    path.chmod(0o755)
+    for arguments in (["create", "--bundle", str(machine.bundle), "x"], ["state", "x"]):
+        done = machine.run("gpulet-watched", *arguments)
+        assert done.returncode == 0, done.stderr
+        loaded = set(done.stdout.split())
+        assert "gpulet.launch.runtime" in loaded
+        assert not loaded & SLOW
