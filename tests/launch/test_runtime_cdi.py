@@ -1,7 +1,7 @@
 """gpulet-runtime with CDI specifications: names, annotations, mounts, hooks.
 
-The outcomes are those that nvidia-container-runtime 1.20 was seen to have in mode cdi; where ours differs on purpose, the
-row says why.
+The outcomes are those that nvidia-container-runtime 1.20 was seen to have in mode cdi; where ours differs on purpose,
+the row says why.
 """
 
 from __future__ import annotations
