@@ -251,6 +251,16 @@ class Session:
             return f"{text_of(error)} (NVML {error.value})"
         return ""
 
+    def recovery(self, uuid: str) -> int:
+        """The recovery action that the driver asks for (nvmlDeviceGpuRecoveryAction_t, 0 none), -1 where unknown."""
+        nvml_library.use(self.root)
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            (value,) = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+        except pynvml.NVMLError:
+            return -1
+        return int(value.value.uiVal) if value.nvmlReturn == pynvml.NVML_SUCCESS else -1
+
 
 def facts(root: str = "/", dev_root: str = "", *, links: bool = True) -> NodeFacts:
     """Facts through NVML, initialised and shut down around them. Raises NvmlError where NVML can't start."""

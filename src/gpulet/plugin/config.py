@@ -48,6 +48,10 @@ class Config:
     cdi_feature_flags: tuple[str, ...] = ()
     cdi_disable_hooks: tuple[str, ...] = ()
     cdi_spec_dir: str = "/var/run/cdi"
+    disable_healthchecks: str = ""
+    enable_healthchecks: str = ""
+    health_profile: str = "default"
+    state_dir: str = ""
     metrics_address: str = ""
     log_format: str = "text"
     log_level: str = "info"
@@ -212,6 +216,7 @@ def _checked(config: Config) -> Config:
     if config.imex_channel_ids not in ((), (0,)):
         raise ConfigError("invalid IMEX channel IDs: invalid IMEX config: channelIDs must be [] or [0]; found",
                           seen=list(config.imex_channel_ids))  # fmt: skip
+    _choice("invalid --health-profile option", config.health_profile, "default", "catalogue")
     _choice("invalid --log-format option", config.log_format, "text", "json")
     _choice("invalid --log-level option", config.log_level, "debug", "info", "warning", "error")
     name = config.device_list_envvar

@@ -10,16 +10,23 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from gpulet.errors import ConfigError, GpuletError, NodeError
+from gpulet.errors import ConfigError, GpuletError, NodeError, NvmlError
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin.allocate import Surroundings
 from gpulet.plugin.config import Config
+from gpulet.plugin.health import NvmlState
 from gpulet.plugin.kubelet import Agent
 from gpulet.plugin.prefer import preference
 from gpulet.plugin.resources import control_nodes, inventory
 from gpulet.plugin.server import Offer
+from gpulet.plugin.wellness import Wellness
+
+if TYPE_CHECKING:
+    from gpulet.plugin.metrics import Metrics
+    from gpulet.plugin.monitor import Session
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +40,14 @@ Publish = Callable[[Config, NodeFacts, tuple[int, ...]], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What is offered, by resource name, and what was left out and why."""
+    """What is offered, by resource name, and what was left out and why. kept: UUIDs of GPUs that no longer answer and
+    are still listed, as unhealthy."""
 
     config: Config
     facts: NodeFacts
     offers: Mapping[str, Offer]
-    problems: tuple[str, ...] = field(default=())
+    problems: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 def imex_channels(config: Config) -> tuple[int, ...]:
@@ -55,8 +64,20 @@ def imex_channels(config: Config) -> tuple[int, ...]:
     return tuple(found)
 
 
-def generation(config: Config, facts: NodeFacts, publish: Publish) -> Generation:
+def with_lost(facts: NodeFacts, before: NodeFacts | None) -> NodeFacts:
+    """The facts with GPUs that don't answer any more as they were before: the kubelet is to see them as unhealthy, not
+    as gone, and whoever has one keeps it on its books."""
+    known = {gpu.index: gpu for gpu in before.gpus} if before else {}
+    answering = {gpu.uuid for gpu in facts.gpus}
+    silent = [known[lost.index] for lost in facts.lost if lost.index in known]
+    silent = [gpu for gpu in silent if gpu.uuid not in answering]
+    return facts.replace(gpus=tuple(sorted([*facts.gpus, *silent], key=lambda gpu: gpu.index)))
+
+
+def generation(config: Config, facts: NodeFacts, publish: Publish, before: NodeFacts | None = None) -> Generation:
     """One generation, worked out; writes the CDI specs where a strategy needs them. Raises GpuletError."""
+    answering = {gpu.uuid for gpu in facts.gpus}
+    facts = with_lost(facts, before)
     offered = inventory(facts, config)
     imex = imex_channels(config)
     classes = publish(config, facts, imex) if config.cdi else ()
@@ -65,14 +86,26 @@ def generation(config: Config, facts: NodeFacts, publish: Publish) -> Generation
     for resource in offered.resources:
         prefer = preference(resource, facts, config.allocation_policy)
         offers[resource.name] = Offer(resource, config, surroundings, prefer=prefer)
-    return Generation(config, facts, offers, offered.problems)
+    kept = tuple(gpu.uuid for gpu in facts.gpus if gpu.uuid not in answering)
+    return Generation(config, facts, offers, offered.problems, kept)
 
 
 class Daemon:
     """Runs until `stop` is set. load: reads the configuration anew; look: asks the node; publish: writes CDI specs and
-    returns the optional classes that have something in them."""
+    returns the optional classes that have something in them; session: opens NVML for health events, None: no checks."""
 
-    def __init__(self, load: Load, look: Look, publish: Publish, refresh_every: float = REFRESH_EVERY) -> None:
+    def __init__(
+        self,
+        load: Load,
+        look: Look,
+        publish: Publish,
+        refresh_every: float = REFRESH_EVERY,
+        session: Callable[[Config], Session] | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.wellness = Wellness(session, self._health_changed, metrics.told if metrics else lambda news: None)
+        self._metrics = metrics
+        self._offering: asyncio.Task[None] | None = None
         self.stop = asyncio.Event()
         self.generation: Generation | None = None
         self.agents: dict[str, Agent] = {}
@@ -97,6 +130,7 @@ class Daemon:
                 if not self.stop.is_set():
                     config = await self._follow(config)
         finally:
+            await asyncio.to_thread(self.wellness.stop)
             for name in list(self._tasks):
                 await self._end(name)
 
@@ -126,9 +160,14 @@ class Daemon:
                 log.error("new configuration refused, the last one stays: %s", error)
         try:
             facts = await asyncio.to_thread(self._look, config)
+            self.wellness.hear(NvmlState(user="facts"))
             current = self.generation
-            if current is None or facts != current.facts or config != current.config:
-                await self._adopt(generation(config, facts, self._publish))
+            before = current.facts if current else None
+            if current is None or with_lost(facts, before) != before or config != current.config:
+                await self._adopt(generation(config, facts, self._publish, before))
+        except NvmlError as error:
+            log.error("the node's GPUs can't be asked: %s", error)
+            self.wellness.hear(NvmlState(str(error), user="facts"))
         except GpuletError as error:
             log.error("the last generation stays: %s", error)
             return self.generation.config if self.generation else config
@@ -141,17 +180,43 @@ class Daemon:
         for name in list(self._tasks):
             if moved or name not in new.offers:
                 await self._end(name)
-        for name, offer in new.offers.items():
+        self.generation = new
+        self.wellness.adopt(new.config, new.facts)
+        for name, offer in self._with_health(new).items():
             if name in self.agents:
                 await self.agents[name].offer(offer)
             else:
                 self._begin(name, offer)
         if not new.offers:
             log.warning("No devices found. Waiting for some.")
-        self.generation = new
+
+    def _with_health(self, new: Generation) -> Mapping[str, Offer]:
+        """The offers with what is unhealthy now, which become the generation's."""
+        offers = {
+            name: replace(offer, sick=self.wellness.health.sick(offer.resource.devices))
+            for name, offer in new.offers.items()
+        }
+        self.generation = replace(new, offers=offers)
+        return offers
+
+    def _health_changed(self) -> None:
+        """Bring the change to the streams; what comes while one is on its way goes with the next."""
+        if self._offering is None or self._offering.done():
+            self._offering = asyncio.get_running_loop().create_task(self._offer_health())
+
+    async def _offer_health(self) -> None:
+        shown = None
+        while self.generation and shown is not self.wellness.health:
+            shown = self.wellness.health
+            for name, offer in self._with_health(self.generation).items():
+                if name in self.agents:
+                    await self.agents[name].offer(offer)
 
     def _begin(self, name: str, offer: Offer) -> None:
-        agent = Agent(offer.config.kubelet_socket_dir, offer.config.kubelet_socket, offer)
+        observe, notify = (self._metrics.observe, self._metrics.notify) if self._metrics else (None, None)
+        agent = Agent(
+            offer.config.kubelet_socket_dir, offer.config.kubelet_socket, offer, observe=observe, notify=notify
+        )
         self.agents[name] = agent
         task = asyncio.get_running_loop().create_task(agent.run(), name=name)
         task.add_done_callback(self._ended)

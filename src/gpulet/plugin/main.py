@@ -16,6 +16,7 @@ from gpulet.errors import GpuletError
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin.config import Config, load
 from gpulet.plugin.daemon import Daemon
+from gpulet.plugin.monitor import Session
 from gpulet.plugin.options import usage
 
 PROGRAM = "gpulet-device-plugin"
@@ -49,12 +50,26 @@ def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFact
 
 
 async def _run(words: Sequence[str], config: Config, look: Callable[[Config], NodeFacts]) -> None:
-    daemon = Daemon(lambda: load(words, os.environ), look, publish_specs)
+    metrics = None
+    if config.metrics_address:
+        from gpulet.plugin.metrics import Endpoint, Metrics
+
+        metrics = Metrics()
+    session = open_nvml if look is ask_nvml else None
+    daemon = Daemon(lambda: load(words, os.environ), look, publish_specs, session=session, metrics=metrics)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         loop.add_signal_handler(number, daemon.stop.set)
     loop.add_signal_handler(signal.SIGHUP, daemon.reload)
-    await daemon.run(config)
+    if metrics is None:
+        await daemon.run(config)
+        return
+    endpoint = Endpoint(config.metrics_address, daemon, metrics)
+    await endpoint.start()
+    try:
+        await daemon.run(config)
+    finally:
+        await endpoint.stop()
 
 
 def ask_nvml(config: Config) -> NodeFacts:
@@ -62,6 +77,13 @@ def ask_nvml(config: Config) -> NodeFacts:
     from gpulet.node import nvml
 
     return nvml.facts(config.lookup_root)
+
+
+def open_nvml(config: Config) -> Session:
+    """NVML for health events. Raises NodeError."""
+    from gpulet.node import nvml
+
+    return nvml.Session(config.lookup_root)
 
 
 def publish_specs(config: Config, facts: NodeFacts, imex: tuple[int, ...]) -> tuple[str, ...]:

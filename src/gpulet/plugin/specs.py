@@ -27,30 +27,80 @@ _GDS_MOUNTS = ("/run/udev", "/etc/cufile.json")
 def publish(config: Config, facts: NodeFacts, imex: tuple[int, ...]) -> tuple[str, ...]:
     """Write the specs. Returns the optional classes that have something in them, in the order of an answer's names.
 
-    Raises CdiError or OSError's translation where the gpu spec can't be made or written.
+    Raises CdiError where a spec can't be made or written, DriverNotFound where there is no driver.
     """
-    files = driver.find(config.lookup_root)
-    spec = cdi.make_spec(
-        facts,
-        files,
-        vendor=CDI_VENDOR,
-        cls="gpu",
-        names=(config.device_id_strategy,),
-        hook_path=config.cdi_hook_path,
-    )
-    cdi.write_spec(_as_on_host(spec, config), _path(config, "gpu"))
-    _write_or_remove(config, "imex-channel", [
-        (str(channel), {"deviceNodes": [_node(config, f"/dev/nvidia-caps-imex-channels/channel{channel}")]})
-        for channel in imex
-    ])  # fmt: skip
+    _gpu_spec(config, facts)
+    if imex:
+        offered = facts.replace(imex=imex)
+        spec = cdi.channel_spec(offered, vendor=CDI_VENDOR, cls="imex-channel", host_dev_root=config.dev_root)
+        cdi.write_spec(spec, _path(config, "imex-channel"))
+    else:
+        _remove(config, "imex-channel")
     enabled = {"gdrcopy": config.gdrcopy_enabled, "gds": config.gds_enabled, "mofed": config.mofed_enabled}
     found = []
     for name, wanted in enabled.items():
         edits = _edits(config, name) if wanted else {}
-        _write_or_remove(config, name, [("all", edits)] if edits else [])
         if edits:
+            cdi.write_spec(_class_spec(name, edits), _path(config, name))
             found.append(name)
+        else:
+            _remove(config, name)
     return tuple(found)
+
+
+def _gpu_spec(config: Config, facts: NodeFacts) -> None:
+    if not facts.gpus:
+        _remove(config, "gpu")
+        return
+    spec = cdi.make_spec(
+        facts,
+        driver.find(config.lookup_root, version=facts.driver),
+        vendor=CDI_VENDOR,
+        cls="gpu",
+        names=(config.device_id_strategy,),
+        hook_path=config.cdi_hook_path,
+        all_device=False,
+        host_root=config.driver_root,
+        host_dev_root=config.dev_root,
+        gids="no-additional-gids-for-device-nodes" not in config.cdi_feature_flags,
+        sockets="disable-ipc-discoverer" not in config.cdi_feature_flags,
+    )
+    _drop_hooks(spec, config.cdi_disable_hooks)
+    cdi.write_spec(spec, _path(config, "gpu"))
+
+
+# A hook's name (cdi-disable-hooks) -> the options of our one hook that do the same; true where a value follows.
+_HOOK_OPTIONS = {
+    "create-symlinks": {"--link": True},
+    "update-ldcache": {"--folder": True},
+    "enable-cuda-compat": {"--host-driver-version": True, "--host-cuda-version": True, "--compat-folder": True},
+    "disable-device-node-modification": {"--freeze-device-nodes": False},
+    "update-application-profile": {"--application-profile": False},
+}
+
+
+def _drop_hooks(spec: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Take the named parts out of our hooks; a hook with nothing left to do goes, with "all" each one does."""
+    for edits in [spec["containerEdits"], *(device["containerEdits"] for device in spec["devices"])]:
+        kept = []
+        for hook in edits.pop("hooks", ()):
+            args = _without(hook["args"], names)
+            if "all" not in names and len(args) > 2:  # more than the program's name and "prepare"
+                kept.append({**hook, "args": args})
+        if kept:
+            edits["hooks"] = kept
+
+
+def _without(args: list[str], names: tuple[str, ...]) -> list[str]:
+    dropped = {option: value for name in names for option, value in _HOOK_OPTIONS.get(name, {}).items()}
+    kept, rest = [], list(args)
+    while rest:
+        word = rest.pop(0)
+        if word not in dropped:
+            kept.append(word)
+        elif dropped[word]:
+            rest.pop(0)
+    return kept
 
 
 def _path(config: Config, cls: str) -> str:
@@ -78,32 +128,14 @@ def _edits(config: Config, cls: str) -> dict[str, Any]:
     return edits
 
 
-def _write_or_remove(config: Config, cls: str, devices: list[tuple[str, dict[str, Any]]]) -> None:
-    path = _path(config, cls)
-    if devices:
-        spec = {
-            "cdiVersion": "0.5.0",
-            "kind": f"{CDI_VENDOR}/{cls}",
-            "devices": [{"name": name, "containerEdits": edits} for name, edits in devices],
-        }
-        cdi.write_spec(spec, path)
-    elif os.path.exists(path):
-        os.unlink(path)
+def _class_spec(cls: str, edits: dict[str, Any]) -> dict[str, Any]:
+    devices = [{"name": "all", "containerEdits": edits}]
+    return {"cdiVersion": "0.5.0", "kind": f"{CDI_VENDOR}/{cls}", "devices": devices}
 
 
-def _as_on_host(spec: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Host paths found beneath the driver root's mount in this process's container, as the host's engine sees them."""
-    inside, outside = config.lookup_root.rstrip("/"), config.driver_root.rstrip("/")
-    if inside == outside:
-        return spec
-
-    def moved(value: Any, key: str = "") -> Any:
-        if isinstance(value, dict):
-            return {name: moved(item, name) for name, item in value.items()}
-        if isinstance(value, list):
-            return [moved(item) for item in value]
-        if key == "hostPath" and isinstance(value, str) and value.startswith(inside + "/"):
-            return outside + value.removeprefix(inside)
-        return value
-
-    return {name: moved(item, name) for name, item in spec.items()}
+def _remove(config: Config, cls: str) -> None:
+    """An earlier generation's spec must not name devices that are no longer offered."""
+    try:
+        os.unlink(_path(config, cls))
+    except FileNotFoundError:
+        pass

@@ -1,0 +1,90 @@
+"""The thread that waits for NVML's events and asks each GPU how it is; what it learns goes to `tell`.
+
+NVML's wait can't be interrupted, so it is short; everything that blocks happens here and nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from gpulet.errors import NodeError
+from gpulet.node.nvml import Event as NvmlEvent
+from gpulet.plugin.health import Answer, Event, NvmlState, XidSeen
+
+log = logging.getLogger(__name__)
+
+XID = 8  # nvmlEventTypeXidCriticalError
+WAIT_MS = 200
+ASK_EVERY = 5.0  # seconds between questions to each GPU
+RETRY = 2.0  # seconds before NVML is tried again
+
+
+class Session(Protocol):
+    """What is needed of node.nvml.Session."""
+
+    def watch(self, uuids: Sequence[str], mask: int = XID) -> dict[str, str]: ...
+    def wait(self, timeout_ms: int) -> NvmlEvent | None: ...
+    def state(self, uuid: str) -> str: ...
+    def recovery(self, uuid: str) -> int: ...
+    def close(self) -> None: ...
+
+
+class Monitor:
+    """Watches these GPUs until stopped. open: starts an NVML session; tell: called from this thread."""
+
+    def __init__(
+        self,
+        open: Callable[[], Session],
+        uuids: Sequence[str],
+        tell: Callable[[Event], None],
+        ask_every: float = ASK_EVERY,
+    ) -> None:
+        self.uuids = tuple(uuids)
+        self._open, self._tell, self._ask_every = open, tell, ask_every
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; returns after the wait that is going on, WAIT_MS at most."""
+        self._stopping.set()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                session = self._open()
+            except NodeError as error:
+                self._tell(NvmlState(str(error)))
+                self._stopping.wait(RETRY)
+                continue
+            try:
+                self._watch(session)
+            except NodeError as error:
+                self._tell(NvmlState(str(error)))
+                self._stopping.wait(RETRY)
+            finally:
+                session.close()
+
+    def _watch(self, session: Session) -> None:
+        for uuid, reason in session.watch(self.uuids).items():
+            log.warning("GPU %s: no health events: %s", uuid, reason)  # too old for them: stays as healthy as it is
+        asked, working = 0.0, False
+        while not self._stopping.is_set():
+            event = session.wait(WAIT_MS)
+            if not working:
+                working = True
+                self._tell(NvmlState())
+            if event is not None and event.kind & XID:
+                self._tell(XidSeen(event.uuid, event.data, event.gi, event.ci))
+            if time.monotonic() - asked >= self._ask_every:
+                asked = time.monotonic()
+                for uuid in self.uuids:
+                    self._tell(Answer(uuid, silence := session.state(uuid), -1 if silence else session.recovery(uuid)))

@@ -1,0 +1,109 @@
+"""The daemon's part of health: hears events, keeps the faults, says when the lists that go out must change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from gpulet.node.gpu import NodeFacts
+from gpulet.plugin.config import Config
+from gpulet.plugin.health import Event, Health, Memory, Notice, Policy, XidSeen, read_policy, step
+from gpulet.plugin.monitor import Monitor, Session
+
+log = logging.getLogger(__name__)
+
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+def boot_id() -> str:
+    """What tells this boot of the machine from every other, "" where the kernel doesn't say."""
+    try:
+        with open(BOOT_ID, encoding="ascii") as stream:
+            return stream.read().strip()
+    except OSError:
+        return ""
+
+
+class Wellness:
+    """Health of one daemon. open: starts an NVML session for a configuration, None: no health checks; changed: called
+    in the loop, once for any number of events, when what is unhealthy may have changed; told: called with each Notice
+    and each Xid."""
+
+    def __init__(
+        self,
+        open: Callable[[Config], Session] | None,
+        changed: Callable[[], None],
+        told: Callable[[Notice | XidSeen], None] = lambda _: None,
+    ) -> None:
+        self.health = Health()
+        self.policy = Policy()
+        self.heard = 0.0  # when the last event came, seconds since the epoch
+        self._open, self._changed, self._told = open, changed, told
+        self._memory: Memory | None = None
+        self._monitor: Monitor | None = None
+        self._watched: tuple[Config, tuple[str, ...]] | None = None
+        self._scheduled = False
+
+    def adopt(self, config: Config, facts: NodeFacts) -> None:
+        """Watch these GPUs under this configuration from now on."""
+        self.policy, strange = read_policy(
+            config.disable_healthchecks, config.enable_healthchecks, config.health_profile
+        )
+        for item in strange:
+            log.warning("health checks: %r is no Xid: ignored", item)
+        if config.state_dir and self._memory is None:
+            self._memory = Memory(os.path.join(config.state_dir, "health.json"), boot_id())
+            self.health = self._memory.load()
+            for fault in self.health.faults:
+                log.warning("GPU %s is still unhealthy from before the restart: %s", fault.uuid, fault.reason)
+        uuids = tuple(gpu.uuid for gpu in facts.gpus)
+        if self._watched == (config, uuids):
+            return
+        self.stop()
+        self._watched = config, uuids
+        opener = self._open
+        if opener and uuids and self.policy.watches:
+            loop = asyncio.get_running_loop()
+            monitor = Monitor(lambda: opener(config), uuids, lambda event: self._from_thread(loop, event))
+            monitor.start()
+            self._monitor = monitor
+
+    def _from_thread(self, loop: asyncio.AbstractEventLoop, event: Event) -> None:
+        try:
+            loop.call_soon_threadsafe(self.hear, event)
+        except RuntimeError:
+            pass  # the loop has just been closed: nobody listens any more
+
+    def hear(self, event: Event) -> None:
+        """Take an event in."""
+        self.heard = time.time()
+        before = self.health
+        self.health, notices = step(before, event, self.policy, self.heard)
+        if isinstance(event, XidSeen):
+            self._told(event)
+        for notice in notices:
+            log.log(logging.INFO if notice.kind.endswith("Recovered") else logging.ERROR,
+                    "%s %s: %s", notice.kind, notice.uuid, notice.text)  # fmt: skip
+            self._told(notice)
+        if self.health != before and not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush, before)
+
+    def _flush(self, before: Health) -> None:
+        self._scheduled = False
+        if self._memory and self.health.faults != before.faults:
+            try:
+                self._memory.save(self.health)
+            except OSError as error:
+                log.error("faults can't be kept in %s: %s", self._memory.path, error.strerror)
+        self._changed()
+
+    def stop(self) -> None:
+        """End the watch."""
+        monitor, self._monitor = self._monitor, None
+        self._watched = None
+        if monitor:
+            monitor.stop()
