@@ -51,7 +51,7 @@ def run(call: Call) -> int:
         )
     except InjectionError as error:
         raise Failure(_category(error), error) from error
-    _write_log(log, done)
+    _write_log(log, (*call.told, *done))
     return 0
 
 
@@ -135,7 +135,7 @@ def _same(root: Root, one: str, other: str) -> bool:
 def injection_of(call: Call, request: Request, layout: Layout) -> Injection:
     """The injection for a request. Raises Failure."""
     root = call.last("root", "/")
-    facts = node_facts(root, request.devices, nvml=_asks_for_arch(request))
+    facts = node_facts(call, request.devices, nvml=_asks_for_arch(request))
     selection = selected(facts, list(request.devices))
     check_mig(call, selection, list(request.devices))
     _require(request, facts, call)

@@ -26,13 +26,24 @@ CAPABILITIES = "/proc/driver/nvidia/capabilities"
 # -- facts, as all three commands take them
 
 
-def node_facts(root: str, ids: Iterable[str], *, nvml: bool = False) -> NodeFacts:
+def node_facts(call: Call, ids: Iterable[str], *, nvml: bool = False) -> NodeFacts:
     """The node's facts; NVML is asked only where ids, or the caller, need what it alone knows."""
+    root = call.last("root", "/")
+    load = call.given("load-kmods")
+    facts = None
     try:
-        facts = None if nvml else procfs.facts(root)
+        facts = procfs.facts(root) if load or not nvml else None
     except NodeError as error:
-        raise Failure("initialization error", error) from error
-    if facts is not None and not procfs.needs_nvml(facts, ids):
+        if not load:
+            raise Failure("initialization error", error) from error
+    if load:
+        from gpulet.launch import kmods
+
+        wanted = () if call.given("no-create-imex-channels") else channels(call)
+        facts = kmods.prepare(root, facts, wanted, call.tell)
+        if facts is None and not nvml:
+            raise Failure("initialization error", "no NVIDIA kernel module, and it can't be loaded")
+    if facts is not None and not nvml and not procfs.needs_nvml(facts, ids):
         return facts
     from gpulet.node import nvml as library
 
@@ -114,8 +125,7 @@ def dropped(call: Call, path: str, kind: str) -> bool:
 
 def info(call: Call) -> int:
     """The driver, CUDA, and seven facts of each GPU."""
-    root = call.last("root", "/")
-    facts = node_facts(root, (), nvml=True)
+    facts = node_facts(call, (), nvml=True)
     rows = [_facts_of(gpu) for gpu in facts.gpus]
     if call.given("csv"):
         lines = ["NVRM version,CUDA version", f"{facts.driver},{facts.cuda}", "", ",".join(LABELS)]
@@ -154,7 +164,7 @@ def paths(call: Call) -> list[str]:
     asked = channels(call)
     everything = not call.tokens or (len(call.tokens) == 1 and call.tokens[0].startswith("--imex-channel="))
     ids = ["all"] if everything else call.joined("device")
-    facts = node_facts(root, ids)
+    facts = node_facts(call, ids)
     selection = selected(facts, ids)
     check_mig(call, selection, ids)
     found: list[str] = []

@@ -87,6 +87,8 @@ class Call:
     def __init__(self, program: str, arguments: Sequence[str], own_process: bool = False) -> None:
         self.program = program
         self.own_process = own_process  # whether the process ends with this call
+        self.told: list[str] = []  # for the log
+        self.tell = self.told.append
         self.globals, words = argp.parse(program, arguments, GLOBAL, in_order=True)
         self.command = ""
         self.options: list[tuple[str, str | None]] = []

@@ -1,0 +1,96 @@
+"""What --load-kmods makes on a node that lacks device nodes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from gpulet.launch import kmods
+from gpulet.node import procfs
+from support import cli_node
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    root = cli_node.lay(tmp_path / "root")
+    (root / "proc/devices").write_text(
+        "Character devices:\n195 nvidia\n509 nvidia-uvm\n510 nvidia-caps-imex-channels\n"
+    )
+    (root / "sys/bus/pci/devices").mkdir(parents=True)
+    return root
+
+
+def number(path: Path) -> tuple[int, int]:
+    info = path.stat()
+    assert stat.S_ISCHR(info.st_mode)
+    return os.major(info.st_rdev), os.minor(info.st_rdev)
+
+
+def test_what_is_missing_or_wrong_is_made(node: Path) -> None:
+    (node / "dev/nvidia3").unlink()
+    (node / "dev/nvidia-uvm").unlink()
+    (node / "dev/nvidia-uvm").write_text("no device")
+    (node / "dev/nvidiactl").unlink()
+    os.mknod(node / "dev/nvidiactl", stat.S_IFCHR | 0o600, os.makedev(195, 7))
+    told: list[str] = []
+    facts = kmods.prepare(str(node), procfs.facts(str(node)), ["5"], told.append)
+    assert facts is not None
+    assert number(node / "dev/nvidia3") == (195, 3)
+    assert number(node / "dev/nvidia-uvm") == (509, 0)
+    assert number(node / "dev/nvidiactl") == (195, 255)
+    assert number(node / "dev/nvidia-caps-imex-channels/channel5") == (510, 5)
+    assert stat.S_IMODE((node / "dev/nvidia3").stat().st_mode) == 0o666
+    assert facts.imex == (5,)
+    assert len(told) == 4
+
+
+def test_a_whole_node_is_left_alone(node: Path) -> None:
+    before = {path.name: path.lstat() for path in (node / "dev").iterdir()}
+    facts = procfs.facts(str(node))
+    assert kmods.prepare(str(node), facts, (), pytest.fail) is facts
+    assert {path.name: path.lstat() for path in (node / "dev").iterdir()} == before
+
+
+def test_the_drivers_own_parameters_count(node: Path) -> None:
+    (node / "dev/nvidia3").unlink()
+    params = node / "proc/driver/nvidia/params"
+    params.write_text("DeviceFileUID: 7\nDeviceFileGID: 44\nDeviceFileMode: 432\nModifyDeviceFiles: 1\n")
+    kmods.prepare(str(node), procfs.facts(str(node)), (), lambda _: None)
+    info = (node / "dev/nvidia3").stat()
+    assert (info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode)) == (7, 44, 0o660)
+    (node / "dev/nvidia3").unlink()
+    params.write_text("ModifyDeviceFiles: 0\n")
+    kmods.prepare(str(node), procfs.facts(str(node)), (), pytest.fail)
+    assert not (node / "dev/nvidia3").exists()
+
+
+def test_a_link_to_the_right_node_is_right(node: Path) -> None:
+    (node / "real").mkdir()
+    os.rename(node / "dev/nvidia3", node / "real/nvidia3")
+    (node / "dev/nvidia3").symlink_to("/real/nvidia3")
+    kmods.prepare(str(node), procfs.facts(str(node)), (), pytest.fail)
+    assert (node / "dev/nvidia3").is_symlink()
+
+
+def test_without_a_gpu_no_module_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "sys/bus/pci/devices/0000:00:02.0").mkdir(parents=True)
+    (tmp_path / "sys/bus/pci/devices/0000:00:02.0/vendor").write_text("0x8086\n")
+    (tmp_path / "sys/bus/pci/devices/0000:00:02.0/class").write_text("0x030000\n")
+    assert kmods.prepare(str(tmp_path), None, (), pytest.fail) is None
+    (tmp_path / "sys/bus/pci/devices/0000:00:02.0/vendor").write_text("0x10de\n")
+    told: list[str] = []
+    assert kmods.prepare(str(tmp_path), None, (), told.append) is None
+    assert [line.split(": ")[1] for line in told] == ["exit code 127"] * 3  # there is no modprobe in this root
+
+
+def test_nothing_is_tried_in_a_user_namespace(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/uid_map").write_text("         0     100000      65536\n")
+    assert kmods.in_user_namespace(str(tmp_path))
+    (tmp_path / "self/uid_map").write_text("         0          0 4294967295\n")
+    assert not kmods.in_user_namespace(str(tmp_path))
