@@ -142,6 +142,17 @@ def test_a_broken_compiled_file_is_passed_over(tmp_path: Path, content: bytes) -
     assert load(str(path)).disable_require is True
 
 
+def test_what_somebody_else_wrote_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, "disable-require = true")
+    load(str(path))
+    kept = tmp_path / ".config.toml.gpulet"
+    kept.write_bytes(kept.read_bytes().replace(b"true", b"false"))
+    assert load(str(path)).disable_require is False
+    if os.geteuid() == 0:
+        os.chown(kept, 1234, 1234)
+        assert load(str(path)).disable_require is True
+
+
 def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, "disable-require = true")
 

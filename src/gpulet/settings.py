@@ -28,8 +28,6 @@ DRIVER_CAPABILITIES = ("compat32", "compute", "display", "graphics", "ngx", "uti
 VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
-_FRESH = 2_000_000_000  # ns: a younger file may change once more within one tick of its clock, so it isn't compiled
-
 
 class Settings(Value):
     """Every setting; `KEYS` tells its key in the file. source: the file read, "" where there is none; lines: field and
@@ -174,7 +172,7 @@ def load(path: str | None = None, environ: Mapping[str, str] | None = None) -> S
     defaults, unless it was asked for by name."""
     path, named = locate(path, environ)
     try:
-        state = os.stat(path)
+        os.stat(path)
     except OSError as error:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not named:
             return Settings()
@@ -184,45 +182,13 @@ def load(path: str | None = None, environ: Mapping[str, str] | None = None) -> S
             wanted="a file that can be read",
             remedy="correct --config or GPULET_CONFIG",
         ) from None
-    key = [state.st_ino, state.st_size, state.st_mtime_ns, __version__]
-    compiled = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.gpulet")
-    content = _read_compiled(compiled, key)
-    if content is None:
-        content = _read_toml(path)
-        import time
-
-        if time.time_ns() - state.st_mtime_ns > _FRESH:
-            _write_compiled(compiled, {"key": key, **content})
+    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.gpulet")
+    content = codec.kept(path, beside, lambda: _read_toml(path), __version__)
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in content["fields"].items()
     }
     lines = tuple((name, line) for name, line in content["lines"].items())
     return Settings(**fields, source=path, lines=lines, unknown=tuple(content["unknown"]))
-
-
-def _read_compiled(path: str, key: list[object]) -> dict[str, Any] | None:
-    """What was compiled, or None where it isn't of this very file, this version and a trusted writer."""
-    try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_uid not in (0, os.geteuid()):
-                return None
-            content = codec.loads(file.read())
-        return content if content["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _write_compiled(path: str, content: dict[str, object]) -> None:
-    aside = f"{path}.{os.getpid()}"
-    try:
-        with open(aside, "wb") as file:
-            file.write(codec.dumps(content))
-        os.rename(aside, path)
-    except OSError:  # a folder that can't be written: every start reads the TOML
-        try:
-            os.unlink(aside)
-        except OSError:
-            pass
 
 
 def _read_toml(path: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the row says why.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def machine(tmp_path: Path) -> Machine:
 
 def mode(machine: Machine, name: str, top: str = "") -> None:
     cdi = f"[nvidia-container-runtime.modes.cdi]\nspec-dirs = ['{machine.folder}/cdi']\n"
+    cdi += f"[gpulet]\nstate-dir = '{machine.folder}/state'\n"
     machine.configure(top, runtime=f"mode = '{name}'", rest=cdi)
 
 
@@ -167,6 +169,19 @@ def test_capabilities_narrow_what_a_specification_brings(machine: Machine) -> No
     assert libraries() == ["libcuda"]
     assert libraries("NVIDIA_DRIVER_CAPABILITIES=all") == ["libGLX_nvidia", "libcuda"]
     assert libraries("NVIDIA_DRIVER_CAPABILITIES=utility") == []
+
+
+def test_yaml_is_parsed_once(machine: Machine) -> None:
+    path = machine.folder / "cdi" / "net.yaml"
+    then = path.stat().st_mtime - 60
+    os.utime(path, (then, then))
+    once = machine.create(config(f"{V}=example.com/net=eth"))
+    (kept,) = (machine.folder / "state").iterdir()
+    assert machine.create(config(f"{V}=example.com/net=eth")) == once
+    kept.write_text(kept.read_text().replace("NET=1", "NET=2"))  # it is this file that counts the next time
+    assert "NET=2" in machine.create(config(f"{V}=example.com/net=eth"))["process"]["env"]
+    path.write_text(NETWORK.replace("NET=1", "NET=3"))
+    assert "NET=3" in machine.create(config(f"{V}=example.com/net=eth"))["process"]["env"]
 
 
 def test_foreign_hooks_stay_and_the_stale_prestart_hook_goes(machine: Machine) -> None:

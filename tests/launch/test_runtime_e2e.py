@@ -41,7 +41,8 @@ class Started:
         self.settings.write_text(
             f"[nvidia-container-cli]\nroot = '{self.node.root}'\n"
             f"[nvidia-container-runtime]\nruntimes = ['/bin/true']\n"
-            f"[nvidia-container-runtime.modes.cdi]\nspec-dirs = ['{self.folder}/cdi']\n{rest}\n"
+            f"[nvidia-container-runtime.modes.cdi]\nspec-dirs = ['{self.folder}/cdi']\n"
+            f"[gpulet]\nstate-dir = '{self.folder}/state'\n{rest}\n"
         )
 
     def run(self, made: dict[str, Any], *env: str, libc: str = "glibc") -> dict[str, Any]:

@@ -14,6 +14,7 @@ from gpulet.errors import CdiError
 from gpulet.injection import cdi_rules
 from gpulet.injection.cdi_hooks import hook_of
 from gpulet.injection.model import DeviceNode, Hook, Injection, Mount
+from gpulet.version import __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class SpecFile:
         return ((f"{self.kind}={device['name']}", device) for device in self.spec["devices"])
 
 
-def _parse_yaml(data: bytes) -> Any:
-    """The first document; keys that occur twice are refused, as CDI's reader does."""
+def parse(data: bytes) -> Any:
+    """What a YAML or JSON text holds, the first document of it; keys that occur twice are refused. Raises CdiError."""
     import yaml
 
     base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -67,7 +68,7 @@ def read_spec(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             data = file.read()
-        spec = _parse_json(data) if path.endswith(".json") else _parse_yaml(data)
+        spec = _parse_json(data) if path.endswith(".json") else parse(data)
         cdi_rules.check(spec)
     except OSError as error:
         raise CdiError(f"CDI spec {path}", seen=error.strerror) from error
@@ -80,13 +81,15 @@ def _parse_json(data: bytes) -> Any:
     try:
         return codec.loads(data)
     except ValueError:
-        return _parse_yaml(data)  # CDI reads .json as YAML too, which takes more
+        return parse(data)  # CDI reads .json as YAML too, which takes more
 
 
 class Registry:
     """The specs in some folders, later ones with priority over earlier ones. Files are read at the first question."""
 
-    def __init__(self, folders: Sequence[str] = DEFAULT_FOLDERS) -> None:
+    def __init__(self, folders: Sequence[str] = DEFAULT_FOLDERS, *, keep: str = "") -> None:
+        """keep: a folder in which specs in YAML are kept as JSON, keyed by their file; "" for none."""
+        self._keep = keep
         self.folders = tuple(os.path.normpath(folder) for folder in folders or DEFAULT_FOLDERS)
         self._loaded = False
         self._specs: list[SpecFile] = []
@@ -101,7 +104,7 @@ class Registry:
         for priority, folder in enumerate(self.folders):
             for path in self._paths(folder):
                 try:
-                    self._specs.append(SpecFile(path, priority, read_spec(path)))
+                    self._specs.append(SpecFile(path, priority, self._read(path)))
                 except CdiError as error:
                     self._errors[path] = error
         for spec in self._specs:
@@ -110,6 +113,13 @@ class Registry:
         for name in self._conflicts:
             self._devices.pop(name, None)
         return self
+
+    def _read(self, path: str) -> dict[str, Any]:
+        if not self._keep or path.endswith(".json"):
+            return read_spec(path)
+        at = f"{self._keep}/cdi{path.replace('/', '-')}.json"
+        spec: dict[str, Any] = codec.kept(path, at, lambda: read_spec(path), __version__)
+        return spec
 
     def _paths(self, folder: str) -> list[str]:
         try:

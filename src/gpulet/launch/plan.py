@@ -213,7 +213,7 @@ def _resolve(names: tuple[str, ...], request: Request, settings: Settings) -> In
     from gpulet.injection.cdi_hooks import absorb
     from gpulet.injection.cdi_registry import Registry
 
-    injection = absorb(Registry(settings.cdi_spec_dirs).resolve(names))
+    injection = absorb(Registry(settings.cdi_spec_dirs, keep=settings.state_dir).resolve(names))
     if settings.capabilities == "all" or set(DRIVER_CAPABILITIES) <= set(request.capabilities):
         return injection
     from gpulet.injection.narrow import narrow
