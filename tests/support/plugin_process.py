@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gpulet.plugin.config import load
 from gpulet.plugin.daemon import Daemon
+from gpulet.plugin.metrics import Endpoint, Metrics
 
 PROGRAM = """
 import sys
@@ -84,9 +85,17 @@ class Running:
     async def _run(self, argv, look, publish, refresh_every):
         config = load(argv, {})
         self.loop = asyncio.get_running_loop()
-        self.daemon = Daemon(lambda: load(argv, {}), lambda config: look(), publish, refresh_every)
+        metrics = Metrics() if config.metrics_address else None
+        self.daemon = Daemon(lambda: load(argv, {}), lambda config: look(), publish, refresh_every, metrics=metrics)
+        if metrics:
+            self.endpoint = Endpoint(config.metrics_address, self.daemon, metrics)
+            await self.endpoint.start()
         self.ready.set()
-        await self.daemon.run(config)
+        try:
+            await self.daemon.run(config)
+        finally:
+            if metrics:
+                await self.endpoint.stop()
 
     def call(self, action):
         """Run `action(daemon)` in the daemon's loop."""

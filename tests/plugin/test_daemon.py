@@ -1,0 +1,248 @@
+"""The daemon as a whole, in this process: reload, changes on the node, health to the kubelet's stream, metrics."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from gpulet.errors import NvmlError
+from gpulet.node.gpu import Lost
+from gpulet.plugin.health import Answer, NvmlState, XidSeen
+from gpulet.sim.kubelet import AdmissionError, Kubelet
+from support import plugin_process as plugin
+from support.hand_made import facts, gpu, gpu_uuid, mig_gpu
+
+GPU = "nvidia.com/gpu"
+
+
+@pytest.fixture
+def folder():
+    with plugin.short_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def kubelet(folder):
+    with Kubelet(folder) as kubelet:
+        yield kubelet
+
+
+def hear(running, *events):
+    running.call(lambda daemon: [daemon.wellness.hear(event) for event in events])
+
+
+class Node:
+    """A node whose facts a test changes."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def __call__(self):
+        if isinstance(self.now, Exception):
+            raise self.now
+        return self.now
+
+
+def test_reload_takes_over_without_a_new_registration(folder, kubelet):
+    config = folder / "config.yaml"
+    config.write_text("flags: {plugin: {deviceIDStrategy: uuid}}")
+    with plugin.running(folder, lambda: facts(2), "--config-file", str(config)) as running:
+        kubelet.wait_for(GPU, 2)
+        config.write_text("flags: {plugin: {deviceIDStrategy: index}}")
+        running.reload()
+        plugin.until(lambda: running.daemon.generation.config.device_id_strategy == "index")
+        assert kubelet.allocate("p", "c", {GPU: 2}).envs == {"NVIDIA_VISIBLE_DEVICES": "0,1"}
+        config.write_text("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 4}]}}")
+        running.reload()
+        kubelet.wait_for(GPU, 8)
+        assert len(kubelet.registrations) == 1
+
+
+def test_a_changed_file_is_noticed_and_a_bad_one_refused(folder, kubelet, caplog):
+    config = folder / "config.yaml"
+    config.write_text("")
+    with plugin.running(folder, lambda: facts(2), "--config-file", str(config), refresh_every=0.1) as running:
+        kubelet.wait_for(GPU, 2)
+        config.write_text("flags: {migStrategy: wrong}")
+        plugin.until(
+            lambda: "new configuration refused, the last one stays: unknown MIG strategy: wrong" in caplog.text
+        )
+        assert kubelet.resources()[GPU].allocatable == 2
+        shared = "sharing: {timeSlicing: {renameByDefault: true, resources: [{name: gpu, replicas: 4}]}}"
+        config.write_text(shared)
+        kubelet.wait_for("nvidia.com/gpu.shared", 8)
+        kubelet.wait_for(GPU, 0)
+        assert not (folder / "nvidia-gpu.sock").exists()
+        # a configuration that can be read and not carried out
+        config.write_text(shared.replace("replicas: 4", "replicas: 4, devices: [7]"))
+        plugin.until(lambda: "no matching device: 7" in caplog.text)
+        assert kubelet.resources()["nvidia.com/gpu.shared"].allocatable == 8
+        assert running.daemon.generation.config.sharing.resources[0].devices == "all"
+
+
+def test_mig_devices_come_and_go(folder, kubelet):
+    node = Node(facts(mig_gpu(0), gpu(1)))
+    with plugin.running(folder, node, "--mig-strategy=mixed", refresh_every=0.1):
+        kubelet.wait_for(GPU, 1)
+        assert list(kubelet.resources()) == [GPU]
+        node.now = facts(mig_gpu(0, "1g.10gb"), gpu(1))
+        kubelet.wait_for("nvidia.com/mig-1g.10gb", 1)
+        node.now = facts(mig_gpu(0), gpu(1))
+        kubelet.wait_for("nvidia.com/mig-1g.10gb", 0)
+        assert kubelet.resources()[GPU].allocatable == 1
+
+
+def test_no_gpus_at_first(folder, kubelet):
+    node = Node(facts())
+    with plugin.running(folder, node, refresh_every=0.1):
+        time.sleep(0.3)
+        assert kubelet.resources() == {}
+        node.now = facts(4)
+        kubelet.wait_for(GPU, 4)
+
+
+def test_no_nvml_at_first(folder, kubelet):
+    node = Node(NvmlError("NVML isn't there", code=12))
+    with plugin.running(folder, node, "--fail-on-init-error=false", refresh_every=0.1):
+        time.sleep(0.3)
+        node.now = facts(4)
+        kubelet.wait_for(GPU, 4)
+    with pytest.raises(NvmlError), plugin.running(folder, Node(NvmlError("NVML isn't there", code=12))) as running:
+        running.thread.join(5)
+
+
+def test_nvml_dies_later_and_comes_back(folder, kubelet):
+    node = Node(facts(4))
+    with plugin.running(folder, node, refresh_every=0.1):
+        kubelet.wait_for(GPU, 4)
+        node.now = NvmlError("NVML can't start", code=999)
+        assert kubelet.wait_for(GPU, 0).capacity == 4
+        node.now = facts(4)
+        kubelet.wait_for(GPU, 4)
+        assert len(kubelet.registrations) == 1
+
+
+def test_a_lost_gpu_is_unhealthy_and_not_gone(folder, kubelet):
+    node = Node(facts(3))
+    with plugin.running(folder, node, refresh_every=0.1) as running:
+        kubelet.wait_for(GPU, 3)
+        node.now = facts(gpu(0), gpu(2), lost=(Lost(1, "GPU is lost"),))
+        hear(running, Answer(gpu_uuid(1), "GPU is lost"))
+        status = kubelet.wait_for(GPU, 2)
+        time.sleep(0.3)
+        assert (status.capacity, status.unhealthy) == (3, (gpu_uuid(1),))
+        assert kubelet.resources()[GPU] == status
+        kubelet.allocate("p", "c", {GPU: 2})
+        with pytest.raises(AdmissionError):
+            kubelet.allocate("p", "d", {GPU: 1})
+        node.now = facts(3)
+        hear(running, Answer(gpu_uuid(1)))
+        kubelet.wait_for(GPU, 3)
+
+
+def test_an_xid_reaches_every_replica_within_milliseconds(folder, kubelet):
+    config = folder / "config.yaml"
+    config.write_text("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 10}]}}")
+    with plugin.running(folder, lambda: facts(2), "--config-file", str(config)) as running:
+        kubelet.wait_for(GPU, 20)
+        times = []
+        for _ in range(3):
+            began = time.monotonic()
+            hear(running, XidSeen(gpu_uuid(0), 79))
+            kubelet.wait_for(GPU, 10)
+            times.append(time.monotonic() - began)
+            hear(running, Answer(gpu_uuid(0), "", 1), Answer(gpu_uuid(0), "", 0))
+            kubelet.wait_for(GPU, 20)
+        assert min(times) < 0.05
+
+
+def test_a_storm_of_events(folder, kubelet):
+    with plugin.running(folder, lambda: facts(8)) as running:
+        kubelet.wait_for(GPU, 8)
+        began = time.monotonic()
+        for number in range(10_000):
+            hear(running, XidSeen(gpu_uuid(number % 7), 79), Answer(gpu_uuid(number % 7), "", number % 2))
+        hear(running, XidSeen(gpu_uuid(0), 79), *(Answer(gpu_uuid(index), "", 1) for index in range(7)))
+        hear(running, *(Answer(gpu_uuid(index), "", 0) for index in range(1, 7)))
+        status = kubelet.wait_for(GPU, 7)
+        assert status.unhealthy == (gpu_uuid(0),)
+        assert time.monotonic() - began < 10
+        assert len(kubelet.registrations) == 1
+
+
+def test_faults_are_kept_across_restarts(folder, kubelet):
+    state = folder / "state"
+    with plugin.running(folder, lambda: facts(2), f"--state-dir={state}") as running:
+        kubelet.wait_for(GPU, 2)
+        hear(running, XidSeen(gpu_uuid(1), 79))
+        kubelet.wait_for(GPU, 1)
+        plugin.until(lambda: (state / "health.json").exists())
+    kubelet.wait_for(GPU, 0)
+    with plugin.running(folder, lambda: facts(2), f"--state-dir={state}"):
+        assert kubelet.wait_for(GPU, 1).unhealthy == (gpu_uuid(1),)
+
+
+def test_eight_thousand_devices_arrive_at_once(folder, kubelet):
+    config = folder / "config.yaml"
+    config.write_text("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 1000}]}}")
+    with plugin.running(folder, lambda: facts(8), "--config-file", str(config)) as running:
+        kubelet.wait_for(GPU, 8000)
+        times = []
+        for _ in range(3):
+            began = time.monotonic()
+            hear(running, NvmlState("gone"))
+            kubelet.wait_for(GPU, 0)
+            times.append(time.monotonic() - began)
+            hear(running, NvmlState())
+            kubelet.wait_for(GPU, 8000)
+        assert min(times) < 0.25  # the list's way alone is shorter: here the kubelet counts in the same process
+        kubelet.allocate("p", "c", {GPU: 3})
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_metrics_and_probes(folder, kubelet):
+    with plugin.running(folder, lambda: facts(2), "--metrics-address=127.0.0.1:0") as running:
+        kubelet.wait_for(GPU, 2)
+        port = running.endpoint.port
+        plugin.until(lambda: get(port, "/readyz") == (200, "ok\n"))
+        kubelet.allocate("p", "c", {GPU: 1})
+        with pytest.raises(AdmissionError):
+            kubelet.allocate("p", "d", {GPU: 2})
+        hear(running, XidSeen(gpu_uuid(0), 79), XidSeen(gpu_uuid(0), 79))
+        kubelet.wait_for(GPU, 1)
+        status, text = get(port, "/metrics")
+        lines = text.splitlines()
+        assert status == 200
+        assert f'gpu_xid_total{{action="reboot",class="bus",uuid="{gpu_uuid(0)}",xid="79"}} 2.0' in lines
+        assert 'dp_devices{health="Unhealthy",resource="nvidia.com/gpu"} 1.0' in lines
+        assert 'dp_registered{resource="nvidia.com/gpu"} 1.0' in lines
+        assert 'dp_stream_connected{resource="nvidia.com/gpu"} 1.0' in lines
+        assert 'dp_registrations_total{outcome="registered",resource="nvidia.com/gpu"} 1.0' in lines
+        assert 'dp_rpc_duration_seconds_count{rpc="Allocate"} 1.0' in lines
+        assert "gpu_expected 2.0" in lines
+        assert any(line.startswith("gpu_health{") and "Xid 79" in line and line.endswith(" 0.0") for line in lines)
+        hear(running, NvmlState("NVML is gone"))
+        plugin.until(lambda: get(port, "/healthz") == (503, "NVML: NVML is gone\n"))
+        kubelet.stop()
+        plugin.until(lambda: "no stream" in get(port, "/readyz")[1])
+        assert get(port, "/other")[0] == 404
+
+
+def test_no_thread_is_left(folder, kubelet):
+    before = threading.active_count()
+    with plugin.running(folder, lambda: facts(2)):
+        kubelet.wait_for(GPU, 2)
+    kubelet.stop()
+    plugin.until(lambda: threading.active_count() <= before)
