@@ -7,8 +7,8 @@ import os
 from gpulet.errors import CdiError
 from gpulet.injection import build, cdi_rules
 from gpulet.injection.cdi_hooks import hook_args
-from gpulet.injection.model import DeviceNode, Injection, Mount
-from gpulet.injection.select import Selection
+from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork
+from gpulet.injection.select import Selection, select
 from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
 
 TYPE_CHECKING = False
@@ -133,6 +133,21 @@ def _devices(facts: NodeFacts) -> list[tuple[Gpu | MigDevice, Selection]]:
     return [*whole, *((mig, Selection((), (mig,))) for gpu in facts.gpus for mig in gpu.mig)]
 
 
+def _less(work: RootfsWork, without: Sequence[str]) -> RootfsWork:
+    """The work without what some hooks of the peer would do, by the hooks' names."""
+    if "all" in without:
+        return RootfsWork()
+    changes: dict[str, Any] = {
+        "create-symlinks": {"links": ()},
+        "update-ldcache": {"folders": ()},
+        "enable-cuda-compat": {"host_driver": "", "host_cuda": ""},
+        "disable-device-node-modification": {"freeze_device_nodes": False},
+    }
+    for name in without:
+        work = work.replace(**changes.get(name, {}))
+    return work
+
+
 def assemble(
     kind: str, devices: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any], annotations: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -164,24 +179,36 @@ def make_spec(
     annotations: Mapping[str, str] | None = None,
     gids: bool = True,
     sockets: bool = True,
+    compat32: bool = False,
+    ids: Sequence[str] = ("all",),
+    without: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The CDI spec of a node: each GPU and MIG device under the names wanted, and "all".
 
     names: of "index", "uuid", "type-index". host_root, host_dev_root: where files.root and the folder of the device
     nodes are on the host, when they are mounted elsewhere for this program. gids: say additionalGids for nodes that
-    not everybody may open (needs 0.7.0). The MPS folder isn't in: a spec outlives the daemon that makes it.
-    Raises CdiError where there is no device.
+    not everybody may open (needs 0.7.0). compat32: 32-bit libraries too. ids: which devices, as `select` takes them.
+    without: the peer's names of hooks whose work is not to be done, or "all". The MPS folder isn't in: a spec outlives
+    the daemon that makes it.
+    Raises CdiError where there is no device, UnknownDevice for an id that isn't there.
     """
     paths = HostPaths(files.root, host_root, dev_root or facts.dev_root, host_dev_root)
+    if not compat32:
+        files = files.replace(files=tuple(file for file in files.files if file.kind != "library32"))
 
     def edits(injection: Injection, *, profile: bool = False) -> dict[str, Any]:
-        kept = injection if gids else injection.replace(gids=())
-        return edits_of(kept, hook_path, paths, profile=profile)
+        kept = injection.replace(gids=injection.gids if gids else (), rootfs=_less(injection.rootfs, without))
+        return edits_of(
+            kept, hook_path, paths, profile=profile and not {"all", "update-application-profile"} & {*without}
+        )
 
     shared = build.common(facts, files, dev_root=dev_root, sockets=sockets, mps=False)
     found: dict[str, dict[str, Any]] = {}
     each: list[Injection] = []
+    wanted = select(facts, ids)
     for device, selection in _devices(facts):
+        if device not in wanted.gpus and device not in wanted.migs:
+            continue
         injection = build.device(facts, selection, dev_root=dev_root)
         each.append(injection)
         for name in _names(device, names):
@@ -209,6 +236,9 @@ def _yaml(spec: Mapping[str, Any]) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True  # not every reader of CDI specs knows anchors
+
         def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
             super().increase_indent(flow, False)
 

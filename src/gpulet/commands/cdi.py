@@ -1,0 +1,241 @@
+"""gpulet cdi: write CDI specifications, check them against rules and node, and say why a name can't be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from gpulet.commands.cdi_generate import MODES, Options, gaps, generate_spec
+from gpulet.commands.cdi_why import explain
+from gpulet.commands.node import look
+from gpulet.errors import CdiError, GpuletError, NodeError, UsageError
+from gpulet.injection import cdi, cdi_fingerprint, cdi_rules, cdi_targets, cdi_transform
+from gpulet.injection.cdi_registry import DEFAULT_FOLDERS, Registry, parse, read_spec
+from gpulet.injection.cdi_spec import NAMINGS
+from gpulet.node.gpu import NodeFacts
+
+app = typer.Typer(no_args_is_help=True, help="Write, check and explain CDI specifications.")
+transform = typer.Typer(no_args_is_help=True, help="Change specifications that are there.")
+app.add_typer(transform, name="transform")
+
+ROOT = Annotated[str, typer.Option("--driver-root", envvar=["GPULET_DRIVER_ROOT", "NVIDIA_CTK_DRIVER_ROOT"])]
+HOOK = "/usr/bin/gpulet-cdi-hook"
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+FOLDERS = Annotated[list[str] | None, typer.Option("--spec-dir", help="A spec folder; later ones win. Repeatable.")]
+
+
+def _say(text: str) -> None:
+    typer.echo(f"gpulet: {text}", err=True)
+
+
+@app.command()
+def generate(
+    output: Annotated[str, typer.Option(help="The file to write; standard output without.")] = "",
+    form: Annotated[str, typer.Option("--format", help="yaml or json; else the file's extension decides.")] = "",
+    mode: Annotated[str, typer.Option("--mode", "--discovery-mode", help=", ".join(MODES))] = "auto",
+    driver_root: ROOT = "/",
+    dev_root: Annotated[str, typer.Option(help="The tree whose dev/ holds the nodes.")] = "",
+    host_driver_root: Annotated[str, typer.Option(help="Where the host has the driver root, if elsewhere.")] = "",
+    names: Annotated[list[str] | None, typer.Option("--device-name-strategy", help=", ".join(NAMINGS))] = None,
+    ids: Annotated[list[str] | None, typer.Option("--device-id", "--device", help="Only these devices.")] = None,
+    vendor: Annotated[str, typer.Option("--vendor", "--cdi-vendor")] = "",
+    cls: Annotated[str, typer.Option("--class", "--cdi-class")] = "",
+    search: Annotated[list[str] | None, typer.Option("--library-search-path", help="More library folders.")] = None,
+    hook_path: Annotated[str, typer.Option("--hook-path", "--nvidia-cdi-hook-path", "--nvidia-ctk-path")] = HOOK,
+    ldconfig_path: Annotated[str, typer.Option(help="Accepted and not needed: the cache is merged natively.")] = "",
+    csv_files: Annotated[list[str] | None, typer.Option("--csv.file", help="Tegra's lists.")] = None,
+    csv_ignore: Annotated[list[str] | None, typer.Option("--csv.ignore-pattern", help="Links to leave out.")] = None,
+    csv_compat: Annotated[str, typer.Option("--csv.compat-container-root")] = "",
+    no_all_device: Annotated[bool, typer.Option("--no-all-device")] = False,
+    flags: Annotated[list[str] | None, typer.Option("--feature-flag", "--feature-flags")] = None,
+    without: Annotated[list[str] | None, typer.Option("--disable-hook", "--disable-hooks")] = None,
+    target: Annotated[str, typer.Option(help="What must be able to read it: podman=4.9, containerd=1.7.")] = "",
+    strict: Annotated[bool, typer.Option("--strict", help="Fail where something that CUDA needs is missing.")] = False,
+) -> None:
+    """Write the CDI spec of this node."""
+    options = Options(
+        mode=mode.lower(),
+        root=driver_root or "/",
+        dev_root=dev_root,
+        host_root=host_driver_root,
+        names=_split(names) or ("index", "uuid"),
+        ids=_split(ids) or ("all",),
+        vendor=vendor,
+        cls=cls,
+        search=_split(search),
+        hook_path=hook_path,
+        csv_files=_split(csv_files),
+        csv_ignore=_split(csv_ignore),
+        csv_compat=csv_compat,
+        all_device=not no_all_device,
+        flags=_split(flags),
+        without=_split(without),
+        target=target,
+    )
+    form = form.lower() or {".json": "json"}.get(os.path.splitext(output)[1], "yaml")
+    if form not in ("json", "yaml"):
+        raise UsageError("--format", seen=form, wanted="yaml or json")
+    spec, facts = generate_spec(options)
+    missing = gaps(facts, options.mode)
+    for text in missing:
+        _say(text)
+    if missing and strict:
+        raise CdiError("the spec would be incomplete", seen=f"{len(missing)} thing(s) missing, see above")
+    if not output:
+        typer.echo(cdi.to_text(spec, form), nl=False)
+        return
+    path = _with_extension(output, form)
+    cdi.write_spec(spec, path)
+    _say(f"wrote {path}: CDI {spec['cdiVersion']}, {spec['kind']}, {len(spec['devices'])} devices")
+
+
+def _split(values: list[str] | None) -> tuple[str, ...]:
+    return tuple(item.strip() for value in values or () for item in value.split(",") if item.strip())
+
+
+def _with_extension(path: str, form: str) -> str:
+    """Engines read .json and .yaml alone: another name gets one of them."""
+    stem, extension = os.path.splitext(path)
+    if extension in (".json", ".yaml"):
+        return path
+    return f"{stem}.yaml" if extension == ".yml" else f"{path}.{form}"
+
+
+@app.command(name="list")
+def list_(folders: FOLDERS = None, as_json: JSON = False) -> None:
+    """The qualified names that can be used, and the files that can't be read."""
+    registry = Registry(folders or DEFAULT_FOLDERS)
+    if as_json:
+        devices = [{"name": name, "file": registry.source(name)} for name in registry.names()]
+        errors = {path: str(error) for path, error in registry.errors.items()}
+        typer.echo(json.dumps({"devices": devices, "errors": errors, "conflicts": registry.conflicts}))
+        return
+    for name in registry.names():
+        typer.echo(name)
+    _tell_errors(registry)
+
+
+def _tell_errors(registry: Registry) -> None:
+    for error in registry.errors.values():
+        _say(str(error))
+    for name, paths in registry.conflicts.items():
+        _say(f"{name} can't be used: {' and '.join(paths)} both define it")
+
+
+def _files(paths: list[str] | None, folders: list[str] | None) -> list[str]:
+    if paths:
+        return paths
+    registry = Registry(folders or DEFAULT_FOLDERS)
+    return [*(spec.path for spec in registry.specs), *registry.errors]
+
+
+@app.command()
+def validate(
+    paths: Annotated[list[str] | None, typer.Argument(help="Spec files; all of the folders without.")] = None,
+    folders: FOLDERS = None,
+    target: Annotated[str, typer.Option(help="Also hold them against what an engine reads: podman=4.9.")] = "",
+    as_json: JSON = False,
+) -> None:
+    """Hold spec files against CDI's rules. Exit code 1 where one breaks them."""
+    highest = cdi_targets.limit(target) if target else cdi_rules.VERSIONS[-1]
+    results: dict[str, list[str]] = {}
+    for path in _files(paths, folders):
+        try:
+            spec = read_spec(path)
+            results[path] = [f"{target} can't read {what}" for what in cdi_targets.above(spec, highest)]
+            if not results[path] and cdi_rules.parse_version(spec["cdiVersion"]) > cdi_rules.parse_version(highest):
+                results[path] = [f"declares {spec['cdiVersion']}, {target} reads up to {highest}"]
+        except CdiError as error:
+            results[path] = [str(error)]
+    _report(results, as_json, good="valid", wrong="invalid")
+
+
+@app.command()
+def verify(
+    paths: Annotated[list[str] | None, typer.Argument(help="Spec files; all of the folders without.")] = None,
+    folders: FOLDERS = None,
+    driver_root: ROOT = "/",
+    as_json: JSON = False,
+) -> None:
+    """Hold spec files against the node as it is: paths, device numbers, driver, MIG. Exit code 1 where one is stale."""
+    facts: NodeFacts | None
+    try:
+        facts, _trouble = look(driver_root)
+    except NodeError as error:
+        facts = None
+        _say(f"paths and numbers are checked alone: {error}")
+    results: dict[str, list[str]] = {}
+    for path in _files(paths, folders):
+        try:
+            results[path] = cdi_fingerprint.problems(read_spec(path), facts)
+        except CdiError as error:
+            results[path] = [str(error)]
+    _report(results, as_json, good="fits this node", wrong="stale", remedy="gpulet cdi generate --output {path}")
+
+
+def _report(results: dict[str, list[str]], as_json: bool, *, good: str, wrong: str, remedy: str = "") -> None:
+    bad = any(results.values())
+    if as_json:
+        files = [{"file": path, "ok": not found, "problems": found} for path, found in results.items()]
+        typer.echo(json.dumps({"ok": not bad, "files": files}))
+    else:
+        for path, found in results.items():
+            typer.echo(f"{path}: {wrong if found else good}")
+            for text in found:
+                typer.echo(f"  {text}")
+            if found and remedy:
+                typer.echo(f"  mend it with: {remedy.format(path=path)}")
+        if not results:
+            typer.echo("no spec files")
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command()
+def why(
+    name: Annotated[str, typer.Argument(help="A qualified name: nvidia.com/gpu=0.")],
+    engine: Annotated[str, typer.Option(help="containerd, crio, docker or podman; with =VERSION also its limit.")] = "",
+    folders: FOLDERS = None,
+    as_json: JSON = False,
+) -> None:
+    """Why a CDI name can or can't be used here. Exit code 1 where it can't."""
+    answer = explain(name, engine, tuple(folders or ()))
+    if as_json:
+        typer.echo(json.dumps(answer))
+    else:
+        for line in answer["lines"]:
+            typer.echo(line)
+    if not answer["ok"]:
+        raise typer.Exit(1)
+
+
+@transform.command(name="root")
+def transform_root(
+    old: Annotated[str, typer.Option("--from", help="The root that paths have now.")],
+    new: Annotated[str, typer.Option("--to", help="The root that they are to have.")],
+    source: Annotated[str, typer.Option("--input", help="The file to read; - for standard input.")] = "-",
+    output: Annotated[str, typer.Option(help="The file to write; standard output without.")] = "",
+    relative_to: Annotated[str, typer.Option(help="Whose paths: host or container.")] = "host",
+) -> None:
+    """Change the root of a spec's paths."""
+    spec = _read(source)
+    changed = cdi_transform.change_root(spec, old, new, relative_to=relative_to)
+    if output:
+        cdi.write_spec(changed, output)
+    else:
+        typer.echo(cdi.to_text(changed, "json" if source.endswith(".json") else "yaml"), nl=False)
+
+
+def _read(source: str) -> dict[str, Any]:
+    if source != "-":
+        return read_spec(source)
+    try:
+        spec: dict[str, Any] = parse(sys.stdin.buffer.read())
+        cdi_rules.check(spec)
+    except GpuletError as error:
+        raise CdiError("CDI spec on standard input", seen=str(error)) from error
+    return spec

@@ -1,0 +1,84 @@
+"""CDI specs of the kinds beside plain GPUs: WSL, management, and devices that a container must ask for by name."""
+
+from __future__ import annotations
+
+from gpulet.errors import CdiError
+from gpulet.injection import build
+from gpulet.injection.cdi_spec import HostPaths, assemble, edits_of
+from gpulet.injection.model import DeviceNode, Injection
+from gpulet.node.devices import IMEX_FOLDER
+from gpulet.node.gpu import NodeFacts
+from gpulet.node.paths import below
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from gpulet.node.driver import DriverFiles
+
+VOID = {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}
+_NOT_GPUS = ("nvidia-fs", "nvidia-nvswitch", "nvidia-nvlink")  # nodes of other drivers that share the prefix
+
+
+def gated_spec(
+    facts: NodeFacts, name: str, *, vendor: str = "nvidia.com", cls: str = "", root: str = "/", host_dev_root: str = ""
+) -> dict[str, Any]:
+    """The spec of "gds", "mofed", "gdrcopy" or "nvswitch": one device "all". Raises CdiError where there is none."""
+    injection = build.gated(facts, (name,), root=root)
+    if not injection.devices:
+        raise CdiError(
+            f"no device of {name} here",
+            seen="no node " + " or ".join(build.GATED[name][0]),
+            remedy="load its kernel module first",
+        )
+    paths = HostPaths(dev_root=facts.dev_root, host_dev_root=host_dev_root)
+    return assemble(f"{vendor}/{cls or name}", {"all": edits_of(injection, "", paths)}, VOID, {})
+
+
+def wsl_spec(
+    facts: NodeFacts,
+    files: DriverFiles,
+    *,
+    vendor: str = "nvidia.com",
+    cls: str = "gpu",
+    hook_path: str = "/usr/bin/gpulet-cdi-hook",
+    annotations: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The spec of a node under Windows: one device "all", since one node leads to every GPU."""
+    shared = build.common(facts, files, mps=False)
+    if not shared.devices:
+        raise CdiError("no /dev/dxg", seen=below(facts.dev_root, "/dev"), remedy="update WSL: wsl --update")
+    # Nothing in /proc/driver/nvidia to freeze, and no forward compatibility: Windows' driver serves CUDA.
+    work = shared.rootfs.replace(freeze_device_nodes=False, host_driver="")
+    paths = HostPaths()
+    common = edits_of(shared.replace(devices=(), rootfs=work), hook_path, paths)
+    every = edits_of(Injection(shared.devices), "", paths)
+    return assemble(f"{vendor}/{cls}", {"all": every}, common, annotations or {})
+
+
+def management_spec(
+    facts: NodeFacts,
+    files: DriverFiles,
+    *,
+    vendor: str = "management.nvidia.com",
+    cls: str = "gpu",
+    hook_path: str = "/usr/bin/gpulet-cdi-hook",
+    annotations: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The spec for containers that manage the driver itself: every NVIDIA node, and no hook against making more."""
+    nodes = [
+        DeviceNode(node.path, node.host_path, node.major, node.minor, mode=node.mode, uid=node.uid, gid=node.gid)
+        for node in facts.nodes
+        if node.path.startswith("/dev/nvidia") and not node.path[len("/dev/") :].startswith(_NOT_GPUS)
+    ]
+    major = facts.major("nvidia-caps-imex-channels")
+    for number in facts.imex:
+        path = f"{IMEX_FOLDER}/channel{number}"
+        nodes.append(DeviceNode(path, below(facts.dev_root, path), major, number))
+    if not nodes:
+        raise CdiError("no NVIDIA device nodes", seen=below(facts.dev_root, "/dev"), remedy="run: nvidia-modprobe -u")
+    shared = build.common(facts, files, mps=False)
+    work = shared.rootfs.replace(freeze_device_nodes=False)
+    common = edits_of(shared.replace(devices=(), gids=(), rootfs=work), hook_path)
+    return assemble(f"{vendor}/{cls}", {"all": edits_of(Injection(tuple(nodes)), "")}, common, annotations or {})
