@@ -217,8 +217,12 @@ class TestFind:
         assert cgroup.find(7, proc) == Cgroup(1, "/sys/fs/cgroup/devices/inner")
 
     def test_a_mount_that_shows_another_part(self, tmp_path: Path) -> None:
-        with pytest.raises(InjectionError, match="cgroup /else is not under any mount of devices"):
+        with pytest.raises(InjectionError, match="has no cgroup for device rules that is mounted here: devices /else"):
             cgroup.find(7, self.proc(tmp_path, "5:devices:/else\n", root="/docker/x"))
+
+    def test_a_version_1_hierarchy_that_isnt_mounted_cant_be_the_one(self, tmp_path: Path) -> None:
+        proc = self.proc(tmp_path, "5:devices:/else\n0::/docker/x/in\n", root="/docker/x")
+        assert cgroup.find(7, proc) == Cgroup(2, "/sys/fs/cgroup/uni fied/in")
 
     def test_neither(self, tmp_path: Path) -> None:
         with pytest.raises(InjectionError, match="process 7 has no cgroup for device rules"):

@@ -53,6 +53,20 @@ def test_a_live_container_gets_its_gpus_and_no_other(bundle: Bundle, node: SimNo
     assert mounts() == before
 
 
+@pytest.mark.parametrize("hierarchy", ["v1", "v2"])
+@pytest.mark.parametrize("runtime", ["runc", "crun"])
+def test_rules_on_each_hierarchy(bundle: Bundle, node: SimNode, runtime: str, hierarchy: str) -> None:
+    hook = bundle.hook("prestart", configure(bundle, node, "--device=4 --compute --utility"))
+    made = config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]})
+    done = bundle.run(made, runtime, hierarchy)
+    if "RLIM_MEMLOCK" in done.stderr:
+        pytest.skip("crun can't load its own filter without CAP_SYS_RESOURCE")
+    seen = probed(done)
+    assert [gpu["uuid"] for gpu in seen["nvml"]] == [node.gpus[4].uuid]
+    assert {0, 1, 2, 3, 5, 6, 7} <= set(seen["denied"])
+    assert 4 not in seen["denied"]
+
+
 def test_without_cgroup_rules_the_nodes_stay_refused(bundle: Bundle, node: SimNode) -> None:
     hook = bundle.hook("prestart", configure(bundle, node, "--no-cgroups --device=1 --utility"))
     seen = probed(bundle.run(config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]})))

@@ -15,6 +15,14 @@ from gpulet.engines.launchers import write_launchers
 from gpulet.sim import rootfs
 from gpulet.sim.cgroups import remove_tree
 
+_PRIVATE = "mount --make-rprivate / && "
+_V1 = _PRIVATE + "umount -l /sys/fs/cgroup/unified && "
+_V2 = _PRIVATE + "umount -R -l /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup && "
+SEEN: dict[str, list[str]] = {
+    "": [],
+    "v1": ["unshare", "-m", "sh", "-c", _V1 + 'exec "$@"', "sh"],
+    "v2": ["unshare", "-m", "sh", "-c", _V2 + 'exec "$@"', "sh"],
+}
 NAMESPACES = ("pid", "ipc", "uts", "mount", "network")
 
 
@@ -68,15 +76,21 @@ class Bundle:
         path.chmod(0o755)
         return {"path": str(path), "args": [name], "env": ["PATH=/usr/bin:/bin:/usr/sbin:/sbin"]}
 
-    def run(self, made: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-        """Runs the container to its end."""
+    def run(self, made: dict[str, Any], runtime: str = "runc", hierarchy: str = "") -> subprocess.CompletedProcess[str]:
+        """Runs the container to its end. hierarchy: "v1" or "v2", for a machine that seems to have that one alone."""
+        if not shutil.which(runtime):
+            pytest.skip(f"{runtime} is not installed")
         made["linux"]["cgroupsPath"] = f"/{self.id}"
         (self.bundle / "config.json").write_text(json.dumps(made))
-        command = ["runc", "--root", str(self.folder / "runc"), "run", "--bundle", str(self.bundle), self.id]
+        base = [
+            runtime,
+            "--root",
+            str(self.folder / "state"),
+            *(["--cgroup-manager=cgroupfs"] if runtime == "crun" else []),
+        ]
         try:
+            command = [*SEEN[hierarchy], *base, "run", "--bundle", str(self.bundle), self.id]
             return subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
         finally:
-            subprocess.run(
-                ["runc", "--root", str(self.folder / "runc"), "delete", "--force", self.id], capture_output=True
-            )
+            subprocess.run([*base, "delete", "--force", self.id], capture_output=True)
             remove_tree(self.id)

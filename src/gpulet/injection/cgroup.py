@@ -28,7 +28,8 @@ class Cgroup(Value):
 def find(pid: int, proc: str = "/proc") -> Cgroup:
     """The cgroup that holds the device rules of a process.
 
-    Where the devices controller is in a v1 hierarchy (also on hybrid machines) that is it, else the v2 hierarchy.
+    Where the devices controller is in a v1 hierarchy (also on hybrid machines) that is it, else the v2 hierarchy; also
+    where the v1 one isn't mounted, since then no runtime can have used it.
     """
     try:
         with open(f"{proc}/{pid}/cgroup", encoding="utf-8") as file:
@@ -38,18 +39,22 @@ def find(pid: int, proc: str = "/proc") -> Cgroup:
     except OSError as error:
         raise StepFailed("find cgroup of process", str(pid), error.errno or 0, error.strerror or "") from error
     paths = {names: path for _, names, path in (line for line in lines if len(line) == 3)}
-    for names, path in paths.items():
-        if "devices" in names.split(","):
-            return Cgroup(1, _folder(mounts, "cgroup", path, "devices"))
-    if "" in paths:
-        return Cgroup(2, _folder(mounts, "cgroup2", paths[""], ""))
+    candidates = [(1, "cgroup", "devices", path) for names, path in paths.items() if "devices" in names.split(",")]
+    candidates += [(2, "cgroup2", "", paths[""])] if "" in paths else []
+    for version, kind, controller, path in candidates:
+        folder = _folder(mounts, kind, path, controller)
+        if folder:
+            return Cgroup(version, folder)
     raise InjectionError(
-        f"process {pid} has no cgroup for device rules", seen=sorted(paths), wanted="a devices controller or cgroup v2"
+        f"process {pid} has no cgroup for device rules that is mounted here",
+        seen=", ".join(f"{names or 'v2'} {path}" for names, path in sorted(paths.items())) or "none",
+        wanted="a devices controller or cgroup v2",
+        remedy="mount the cgroup file system, or use --no-cgroups",
     )
 
 
 def _folder(mounts: list[list[str]], kind: str, path: str, controller: str) -> str:
-    """The folder of a cgroup: of the hierarchy's mounts, one whose own root contains it (proc_pid_mountinfo(5))."""
+    """The folder of a cgroup, "" where none of the hierarchy's mounts shows it (proc_pid_mountinfo(5))."""
     for fields in mounts:
         dash = fields.index("-")
         root, point = fields[3], fields[4]
@@ -59,9 +64,7 @@ def _folder(mounts: list[list[str]], kind: str, path: str, controller: str) -> s
             return _plain(point) + path.rstrip("/")
         if path == root or path.startswith(f"{root}/"):
             return _plain(point) + path[len(root) :]
-    raise InjectionError(
-        f"cgroup {path} is not under any mount of {controller or 'cgroup2'}", remedy="mount the cgroup file system here"
-    )
+    return ""
 
 
 def _plain(path: str) -> str:
