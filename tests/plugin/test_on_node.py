@@ -1,0 +1,210 @@
+"""The program as users start it, on a simulated node: NVML, the node's faults, CDI specs on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gpulet.injection.cdi import Registry
+from gpulet.sim import node as simulated
+from gpulet.sim.inject import inject
+from gpulet.sim.kubelet import Kubelet
+from support.plugin_process import short_folder, until
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="device nodes need root"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="the stand-in library needs a C compiler"),
+]
+GPU = "nvidia.com/gpu"
+
+
+class Site:
+    """A simulated node, its kubelet, and the plugin as a process."""
+
+    def __init__(self, folder, profile):
+        self.folder = folder
+        self.node = simulated.create(folder, profile)
+        self.uuids = [gpu.uuid for gpu in self.node.gpus]
+        self.kubelet = Kubelet(folder / "kubelet")
+        self.kubelet.start()
+        self.process = None
+
+    def start(self, *words, **environ):
+        command = [sys.executable, "-m", "gpulet.plugin.main", "--driver-root", str(self.node.root)]
+        command += ["--kubelet-socket-dir", str(self.folder / "kubelet"), "--cdi-spec-dir", str(self.folder / "cdi")]
+        with open(self.folder / "log", "ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *words], stdin=subprocess.DEVNULL, stderr=log, env={"PATH": os.environ["PATH"], **environ}
+            )
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def end(self):
+        if self.process:
+            self.process.terminate()
+            self.process.wait(10)
+        self.kubelet.stop()
+
+
+@pytest.fixture
+def site(request):
+    with short_folder() as folder:
+        site = Site(folder, getattr(request, "param", "h100x8"))
+        try:
+            yield site
+        finally:
+            site.end()
+
+
+def test_xids_reach_the_kubelet(site):
+    site.start()
+    site.kubelet.wait_for(GPU, 8)
+    time.sleep(0.3)  # the watch begins a moment after the registration
+    times = []
+    for number in (2, 3, 4):
+        began = time.monotonic()
+        inject(site.folder, f"gpu {number} xid 79")
+        site.kubelet.wait_for(GPU, 9 - number)
+        times.append(time.monotonic() - began)
+    assert min(times) < 0.1
+    assert set(site.kubelet.resources()[GPU].unhealthy) == {site.uuids[number] for number in (2, 3, 4)}
+    inject(site.folder, "gpu 5 xid 31")  # an application's fault
+    inject(site.folder, "gpu 6 xid 74")
+    site.kubelet.wait_for(GPU, 4)
+    assert f"XidCriticalError: Xid=79 on Device={site.uuids[2]}; marking device as unhealthy." in site.log()
+
+
+def test_recovery_on_evidence(site):
+    site.start()
+    site.kubelet.wait_for(GPU, 8)
+    time.sleep(0.3)
+    inject(site.folder, "gpu 1 recovery 1")
+    inject(site.folder, "gpu 1 xid 95")
+    site.kubelet.wait_for(GPU, 7)
+    time.sleep(5.5)  # one round of questions sees what the driver asks for
+    assert site.kubelet.resources()[GPU].allocatable == 7
+    inject(site.folder, "gpu 1 recovery 0")
+    site.kubelet.wait_for(GPU, 8)
+    assert "GPURecovered" in site.log()
+
+
+def test_a_gpu_falls_off_the_bus_and_comes_back(site):
+    site.start()
+    site.kubelet.wait_for(GPU, 8)
+    inject(site.folder, "gpu 3 lost")
+    assert site.kubelet.wait_for(GPU, 7, 15).unhealthy == (site.uuids[3],)
+    site.kubelet.allocate("p", "c", {GPU: 7})
+    inject(site.folder, "gpu 3 found")
+    site.kubelet.wait_for(GPU, 8, 15)
+    assert len(site.kubelet.registrations) == 1
+
+
+def test_all_health_checks_off(site):
+    site.start(DP_DISABLE_HEALTHCHECKS="all")
+    site.kubelet.wait_for(GPU, 8)
+    time.sleep(0.3)
+    inject(site.folder, "gpu 1 xid 79")
+    time.sleep(0.5)
+    assert site.kubelet.resources()[GPU].allocatable == 8
+
+
+@pytest.mark.parametrize("identification", ["uuid", "index"])
+def test_cdi_specs_name_what_is_answered(site, identification):
+    site.start("--device-list-strategy=cdi-annotations,cdi-cri", f"--device-id-strategy={identification}")
+    site.kubelet.wait_for(GPU, 8)
+    allocation = site.kubelet.allocate("p", "c", {GPU: 2})
+    wanted = site.uuids[:2] if identification == "uuid" else ["0", "1"]
+    names = tuple(f"k8s.device-plugin.nvidia.com/gpu={name}" for name in wanted)
+    assert allocation.cdi_devices == names
+    assert list(allocation.annotations.values()) == [",".join(names)]
+    assert allocation.envs == {}
+    assert os.listdir(site.folder / "cdi") == ["k8s.device-plugin.nvidia.com-gpu.json"]
+    injection = Registry([str(site.folder / "cdi")]).resolve(names)
+    paths = {device.path for device in injection.devices}
+    assert {"/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"} <= paths
+    assert "/dev/nvidia2" not in paths
+    assert all(device.host_path.startswith(str(site.node.root)) for device in injection.devices)
+
+
+@pytest.mark.parametrize(
+    ("disabled", "gone", "left"),
+    [("update-ldcache", "--folder", "--link"), ("create-symlinks", "--link", "--folder"), ("all", "prepare", "")],
+)
+def test_hooks_left_out_of_the_specs(site, disabled, gone, left):
+    site.start("--device-list-strategy=cdi-cri", f"--cdi-disable-hooks={disabled}")
+    site.kubelet.wait_for(GPU, 8)
+    text = (site.folder / "cdi" / "k8s.device-plugin.nvidia.com-gpu.json").read_text()
+    assert json.loads(text)["devices"]
+    assert f'"{gone}"' not in text
+    assert left in text
+
+
+def test_device_nodes_with_their_control_nodes(site):
+    site.start("--pass-device-specs")
+    site.kubelet.wait_for(GPU, 8)
+    devices = site.kubelet.allocate("p", "c", {GPU: 1}).devices
+    control = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"]
+    assert [device.container_path for device in devices] == [*control, "/dev/nvidia0"]
+    assert {device.host_path for device in devices} == {f"{site.node.root}{one.container_path}" for one in devices}
+    assert {device.permissions for device in devices} == {"rw"}
+
+
+def test_mig_devices_appear_while_it_runs(site):
+    site.start("--mig-strategy=mixed")
+    site.kubelet.wait_for(GPU, 8)
+    inject(site.folder, "mig gpu0 1g.10gb x7")
+    site.kubelet.wait_for("nvidia.com/mig-1g.10gb", 7, 20)
+    site.kubelet.wait_for(GPU, 7)
+    allocation = site.kubelet.allocate("p", "c", {"nvidia.com/mig-1g.10gb": 2})
+    assert all(name.startswith("MIG-") for name in allocation.envs["NVIDIA_VISIBLE_DEVICES"].split(","))
+
+
+def test_no_driver(site):
+    shutil.rmtree(site.node.root / "usr")
+    site.start()
+    assert site.process.wait(10) == 1
+    last = site.log().splitlines()[-1]
+    assert last.startswith("gpulet-device-plugin: ")
+    site.start("--fail-on-init-error=false")
+    until(lambda: "waiting for it" in site.log())
+    assert site.process.poll() is None
+
+
+def test_signals(site):
+    site.start()
+    site.kubelet.wait_for(GPU, 8)
+    site.process.send_signal(1)
+    time.sleep(0.3)
+    assert site.process.poll() is None
+    site.process.send_signal(2)
+    assert site.process.wait(10) == 0
+    assert "nvidia-gpu.sock" not in os.listdir(site.folder / "kubelet")
+
+
+def test_log_lines_in_json(site):
+    site.start("--log-format=json")
+    site.kubelet.wait_for(GPU, 8)
+    until(lambda: "Registered device plugin" in site.log())
+    lines = [json.loads(line) for line in site.log().splitlines()]
+    assert lines[0]["message"].startswith("Running with config:")
+    assert {"time", "level", "message"} <= set(lines[-1])
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"]])
+def test_what_only_prints(words):
+    done = subprocess.run([sys.executable, "-m", "gpulet.plugin.main", *words], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
+
+
+def test_a_wrong_command_line():
+    done = subprocess.run([sys.executable, "-m", "gpulet.plugin.main", "--nope"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "gpulet-device-plugin: unknown argument: --nope; see --help\n")
