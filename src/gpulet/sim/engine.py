@@ -196,6 +196,11 @@ class Engine:
         self._sandboxes.clear()
         remove_tree(self._cgroup_parent)
 
+    def running(self) -> list[RunningContainer]:
+        """The containers that were started, without the sandboxes, in order."""
+        sandboxes = {sandbox.id for sandbox in self._sandboxes.values()}
+        return [one for one in self._containers.values() if one.pid and one.id not in sandboxes]
+
     def command(self, container: RunningContainer, arguments: Sequence[str]) -> list[str]:
         """The whole command line for one call of the runtime."""
         log = ["--log", str(container.bundle / "log.json"), "--log-format", "json"]
