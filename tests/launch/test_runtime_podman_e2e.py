@@ -1,0 +1,98 @@
+"""Podman with gpulet-runtime as its runtime, and with our CDI specification: real containers on a simulated node."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulet.engines.launchers import write_launchers
+from gpulet.injection import cdi
+from gpulet.node import driver, procfs
+from gpulet.sim import node as sim
+from gpulet.sim import rootfs
+from gpulet.sim.node import SimNode
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.e2e,
+    pytest.mark.skipif(not shutil.which("podman"), reason="podman is not installed"),
+]
+
+# A mount namespace of its own: crun wants one cgroup version alone, and podman reads specifications from /etc/cdi.
+SCRIPT = """\
+set -e
+mount --make-rprivate /
+if [ {low} = crun ] && mountpoint -q /sys/fs/cgroup/unified; then umount -l /sys/fs/cgroup/unified; fi
+mkdir -p {folder}/over
+mount -t tmpfs tmpfs {folder}/over
+mkdir {folder}/over/upper {folder}/over/work
+mount -t overlay overlay -o lowerdir=/etc,upperdir={folder}/over/upper,workdir={folder}/over/work /etc
+mkdir -p /etc/cdi
+cp {folder}/spec.json /etc/cdi/nvidia.json
+exec podman --root {folder}/store --runroot {folder}/run --tmpdir {folder}/tmp --runtime {runtime} \\
+    --cgroup-manager=cgroupfs --events-backend=none run --rm --network=none --security-opt seccomp=unconfined \\
+    --ulimit=nofile=1024:1024 --ulimit=nproc=100:100 {options} --rootfs {folder}/image /usr/bin/gpulet-probe
+"""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> SimNode:
+    return sim.create(tmp_path_factory.mktemp("node") / "n", "h100x8")
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a short path: podman takes no run root of more than 50 characters."""
+    folder = Path(tempfile.mkdtemp(prefix="pod"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def podman(folder: Path, node: SimNode, low: str, options: str, *, ours: bool = True) -> dict[str, Any]:
+    """What the probe tells in a container that podman runs."""
+    if not shutil.which(low):
+        pytest.skip(f"{low} is not installed")
+    rootfs.create(folder / "image", "glibc")
+    programs = write_launchers(folder / "bin")
+    (folder / "config.toml").write_text(
+        f"[nvidia-container-cli]\nroot = '{node.root}'\n"
+        f"[nvidia-container-runtime]\nruntimes = ['{low}']\n[gpulet]\nstate-dir = '{folder}/state'\n"
+    )
+    runtime = folder / "runtime"  # podman hands no environment of ours on
+    runtime.write_text(f'#!/bin/sh\nGPULET_CONFIG={folder}/config.toml exec {programs["gpulet-runtime"]} "$@"\n')
+    runtime.chmod(0o755)
+    facts = procfs.facts(str(node.root))
+    files = driver.find(str(node.root), version=facts.driver)
+    spec = cdi.make_spec(facts, files, hook_path=str(programs["gpulet-cdi-hook"]))
+    cdi.write_spec(spec, str(folder / "spec.json"))
+    script = SCRIPT.format(folder=folder, low=low, runtime=runtime if ours else shutil.which(low), options=options)
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+@pytest.mark.parametrize("low", ["runc", "crun"])
+@pytest.mark.parametrize(
+    ("options", "ours"),
+    [
+        ("-e NVIDIA_VISIBLE_DEVICES=2,5", True),
+        ("--device nvidia.com/gpu=2 --device nvidia.com/gpu=5", True),
+        ("--device nvidia.com/gpu=2 --device nvidia.com/gpu=5", False),
+    ],
+    ids=["runtime", "cdi-and-runtime", "cdi-alone"],
+)
+def test_podman(short: Path, node: SimNode, low: str, options: str, ours: bool) -> None:
+    seen = podman(short, node, low, options, ours=ours)
+    assert [gpu["uuid"] for gpu in seen["nvml"]] == [node.gpus[2].uuid, node.gpus[5].uuid]
+    assert seen["opened"] == [node.gpus[2].minor, node.gpus[5].minor]
+    assert node.gpus[0].minor in seen["denied"]
