@@ -18,6 +18,7 @@ COMMANDS = {
     "cdi": ("gpulet.commands.cdi", "Write, check and explain CDI specifications."),
     "explain": ("gpulet.commands.explain", "Why a container gets what it gets."),
     "sim": ("gpulet.commands.sim", "Simulated nodes: create, break, capture."),
+    "system": ("gpulet.commands.system", "Links in /dev/char and device nodes that a node may lack."),
     "install": ("gpulet.commands.install", "Write the launchers that container engines call."),
 }
 

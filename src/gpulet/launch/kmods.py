@@ -38,7 +38,7 @@ def prepare(root: str, facts: NodeFacts | None, channels: Iterable[str], tell: T
     loaded = [load(root, name, tell) for name in _missing_modules(root, facts)]
     if any(loaded):
         facts = _look(root)
-    made = [make(root, *node, _parameters(root), tell) for node in _missing_nodes(root, facts, channels)]
+    made = [make(root, *node, _parameters(root), tell) for node in missing_nodes(facts, channels)]
     return _look(root) if any(made) else facts
 
 
@@ -110,19 +110,20 @@ def load(root: str, module: str, tell: Tell) -> bool:
 # -- device nodes
 
 
-def _missing_nodes(root: str, facts: NodeFacts | None, channels: Iterable[str]) -> Iterator[tuple[str, int, int]]:
+def missing_nodes(facts: NodeFacts | None, channels: Iterable[str]) -> Iterator[tuple[str, int, int]]:
     """(path, major, minor) of each node that the driver has a number for and that isn't in /dev."""
     if facts is None:
         return
     there = {node.path: (node.major, node.minor) for node in facts.nodes}
-    for path, major, minor in _wanted(facts, channels):
+    for path, major, minor in wanted_nodes(facts, channels):
         if major >= 0 and there.get(path) != (major, minor):
             imex = path.startswith(devices.IMEX_FOLDER) and minor in facts.imex
             if not imex:
                 yield path, major, minor
 
 
-def _wanted(facts: NodeFacts, channels: Iterable[str]) -> Iterator[tuple[str, int, int]]:
+def wanted_nodes(facts: NodeFacts, channels: Iterable[str]) -> Iterator[tuple[str, int, int]]:
+    """(path, major, minor) of each node that a node with these facts should have; major -1 where it isn't known."""
     nvidia, uvm, caps = devices.NVIDIA_MAJOR, facts.major("nvidia-uvm"), facts.major("nvidia-caps")
     yield "/dev/nvidiactl", nvidia, 255
     for gpu in facts.gpus:  # minors as the driver gives them; counting PCI devices would be wrong where one is missing
