@@ -36,6 +36,7 @@ mkdir {folder}/over/upper {folder}/over/work
 mount -t overlay overlay -o lowerdir=/etc,upperdir={folder}/over/upper,workdir={folder}/over/work /etc
 mkdir -p /etc/cdi
 cp {folder}/spec.json /etc/cdi/nvidia.json
+{prelude}
 exec podman --root {folder}/store --runroot {folder}/run --tmpdir {folder}/tmp --runtime {runtime} \\
     --cgroup-manager=cgroupfs --events-backend=none run --rm --network=none --security-opt seccomp=unconfined \\
     --ulimit=nofile=1024:1024 --ulimit=nproc=100:100 {options} --rootfs {folder}/image /usr/bin/gpulet-probe
@@ -55,7 +56,25 @@ def short() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def podman(folder: Path, node: SimNode, low: str, options: str, *, ours: bool = True) -> dict[str, Any]:
+# In a user namespace no device node can be made: the low-level runtime binds the host's, which must be in /dev.
+HOST_NODES = """
+mkdir {folder}/dev
+mount -t tmpfs -o mode=755 tmpfs {folder}/dev
+cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty {root}/dev/nvidia* {folder}/dev/
+mkdir {folder}/dev/pts {folder}/dev/shm
+mount --rbind /dev/pts {folder}/dev/pts
+mount --rbind /dev/shm {folder}/dev/shm
+ln -s pts/ptmx {folder}/dev/ptmx
+ln -s /proc/self/fd {folder}/dev/fd
+mount --move {folder}/dev /dev
+chown -R 100000:100000 {folder}/image
+chmod 755 {folder}
+"""
+
+
+def podman(
+    folder: Path, node: SimNode, low: str, options: str, *, ours: bool = True, prelude: str = ""
+) -> dict[str, Any]:
     """What the probe tells in a container that podman runs."""
     if not shutil.which(low):
         pytest.skip(f"{low} is not installed")
@@ -72,7 +91,9 @@ def podman(folder: Path, node: SimNode, low: str, options: str, *, ours: bool = 
     files = driver.find(str(node.root), version=facts.driver)
     spec = cdi.make_spec(facts, files, hook_path=str(programs["gpulet-cdi-hook"]))
     cdi.write_spec(spec, str(folder / "spec.json"))
-    script = SCRIPT.format(folder=folder, low=low, runtime=runtime if ours else shutil.which(low), options=options)
+    called = runtime if ours else shutil.which(low)
+    before = prelude.format(folder=folder, root=node.root)
+    script = SCRIPT.format(folder=folder, low=low, runtime=called, options=options, prelude=before)
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
@@ -96,3 +117,11 @@ def test_podman(short: Path, node: SimNode, low: str, options: str, ours: bool) 
     assert [gpu["uuid"] for gpu in seen["nvml"]] == [node.gpus[2].uuid, node.gpus[5].uuid]
     assert seen["opened"] == [node.gpus[2].minor, node.gpus[5].minor]
     assert node.gpus[0].minor in seen["denied"]
+
+
+@pytest.mark.parametrize("low", ["runc", "crun"])
+def test_a_user_namespace(short: Path, node: SimNode, low: str) -> None:
+    options = "--uidmap 0:100000:65536 --gidmap 0:100000:65536 -e NVIDIA_VISIBLE_DEVICES=3"
+    seen = podman(short, node, low, options, prelude=HOST_NODES)
+    assert [gpu["uuid"] for gpu in seen["nvml"]] == [node.gpus[3].uuid]
+    assert seen["opened"] == [node.gpus[3].minor]
