@@ -39,6 +39,7 @@ class Site:
     def start(self, *words, **environ):
         command = [sys.executable, "-m", "gpulet.plugin.main", "--driver-root", str(self.node.root)]
         command += ["--kubelet-socket-dir", str(self.folder / "kubelet"), "--cdi-spec-dir", str(self.folder / "cdi")]
+        command += ["--refresh-interval=0.3"]
         with open(self.folder / "log", "ab") as log:
             self.process = subprocess.Popen(
                 [*command, *words], stdin=subprocess.DEVNULL, stderr=log, env={"PATH": os.environ["PATH"], **environ}
@@ -89,7 +90,7 @@ def test_recovery_on_evidence(site):
     inject(site.folder, "gpu 1 recovery 1")
     inject(site.folder, "gpu 1 xid 95")
     site.kubelet.wait_for(GPU, 7)
-    time.sleep(5.5)  # one round of questions sees what the driver asks for
+    time.sleep(0.8)  # one round of questions sees what the driver asks for
     assert site.kubelet.resources()[GPU].allocatable == 7
     inject(site.folder, "gpu 1 recovery 0")
     site.kubelet.wait_for(GPU, 8)
@@ -165,6 +166,29 @@ def test_mig_devices_appear_while_it_runs(site):
     site.kubelet.wait_for(GPU, 7)
     allocation = site.kubelet.allocate("p", "c", {"nvidia.com/mig-1g.10gb": 2})
     assert all(name.startswith("MIG-") for name in allocation.envs["NVIDIA_VISIBLE_DEVICES"].split(","))
+
+
+@pytest.mark.parametrize(
+    ("site", "words", "wanted"),
+    [
+        ("wsl", [], "all"),
+        ("wsl", ["--device-id-strategy=index"], "all"),
+        ("tegra", [], "tegra"),
+        ("tegra", ["--device-id-strategy=index"], "0"),
+    ],
+    indirect=["site"],
+)
+def test_nodes_whose_gpus_are_one_device(site, words, wanted):
+    site.start("--pass-device-specs", *words)
+    site.kubelet.wait_for(GPU, 1)
+    allocation = site.kubelet.allocate("p", "c", {GPU: 1})
+    assert allocation.envs == {"NVIDIA_VISIBLE_DEVICES": wanted}
+    assert [one.container_path for one in allocation.devices] == (["/dev/dxg"] if wanted == "all" else [])
+
+
+def test_a_filter(site):
+    site.start(f"--device-filter=index=1,index=2,uuid={site.uuids[5]},!index=2")
+    assert set(site.kubelet.wait_for(GPU, 2).healthy) == {site.uuids[1], site.uuids[5]}
 
 
 def test_no_driver(site):

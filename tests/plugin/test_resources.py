@@ -113,3 +113,24 @@ def test_mps_leaves_mig_devices_out():
     found = inventory(facts(mig_gpu(0, *SEVEN)), Config(mig_strategy="single", mps=sharing(), mps_root="/m"))
     assert found.resources == ()
     assert "not supported for MIG" in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("filters", "left"),
+    [
+        ((), [0, 1, 2]),
+        (("index=1",), [1]),
+        ((f"uuid={gpu_uuid(0)}", "index=2"), [0, 2]),
+        (("!index=1",), [0, 2]),
+        (("pci=00000000:11:00.0",), [1]),
+        (("pci=0000:11:00.0",), [1]),
+        (("model=*T4*",), [2]),
+        (("!model=*H100*",), [2]),
+        (("model=*H100*", "!index=0"), [1]),
+        (("index=9",), []),
+    ],
+)
+def test_filters(filters, left):
+    node = facts(gpu(0), gpu(1), gpu(2, name="Tesla T4"))
+    found = inventory(node, Config(device_filter=filters)).resources
+    assert [device.gpu for one in found for device in one.devices] == left

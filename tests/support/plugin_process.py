@@ -52,8 +52,8 @@ def start_process(folder: Path, *words: str, gpus: int = 8) -> subprocess.Popen:
 @contextlib.contextmanager
 def running(folder: Path, look, *words: str, publish=lambda config, facts, imex: (), refresh_every: float = 10.0):
     """The daemon in a thread. Gives a Running; whatever ends it unexpectedly is raised at the end."""
-    argv = ["--kubelet-socket-dir", str(folder), *words]
-    plugin = Running(argv, look, publish, refresh_every)
+    argv = ["--kubelet-socket-dir", str(folder), f"--refresh-interval={refresh_every}", *words]
+    plugin = Running(argv, look, publish)
     plugin.thread.start()
     plugin.ready.wait(10)
     try:
@@ -67,26 +67,26 @@ def running(folder: Path, look, *words: str, publish=lambda config, facts, imex:
 
 
 class Running:
-    def __init__(self, argv, look, publish, refresh_every):
-        self.thread = threading.Thread(target=self._main, args=(argv, look, publish, refresh_every), name="plugin")
+    def __init__(self, argv, look, publish):
+        self.thread = threading.Thread(target=self._main, args=(argv, look, publish), name="plugin")
         self.ready = threading.Event()
         self.error: BaseException | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.daemon: Daemon | None = None
 
-    def _main(self, argv, look, publish, refresh_every):
+    def _main(self, argv, look, publish):
         try:
-            asyncio.run(self._run(argv, look, publish, refresh_every))
+            asyncio.run(self._run(argv, look, publish))
         except BaseException as error:
             self.error = error
         finally:
             self.ready.set()
 
-    async def _run(self, argv, look, publish, refresh_every):
+    async def _run(self, argv, look, publish):
         config = load(argv, {})
         self.loop = asyncio.get_running_loop()
         metrics = Metrics() if config.metrics_address else None
-        self.daemon = Daemon(lambda: load(argv, {}), lambda config: look(), publish, refresh_every, metrics=metrics)
+        self.daemon = Daemon(lambda: load(argv, {}), lambda config: look(), publish, metrics=metrics)
         if metrics:
             self.endpoint = Endpoint(config.metrics_address, self.daemon, metrics)
             await self.endpoint.start()

@@ -48,6 +48,8 @@ class Config:
     cdi_feature_flags: tuple[str, ...] = ()
     cdi_disable_hooks: tuple[str, ...] = ()
     cdi_spec_dir: str = "/var/run/cdi"
+    device_filter: tuple[str, ...] = ()
+    refresh_interval: float = 5.0
     disable_healthchecks: str = ""
     enable_healthchecks: str = ""
     health_profile: str = "default"
@@ -171,6 +173,8 @@ def _file_value(document: dict[str, Any], option: Option) -> Any:
         return value
     if option.kind == "text" and isinstance(value, str | int | float):
         return str(value).lower() if isinstance(value, bool) else str(value)
+    if option.kind == "seconds" and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        return float(value)
     if option.kind == "list" and isinstance(value, str):
         return (value,)
     kind = int if option.kind == "ints" else str
@@ -180,7 +184,13 @@ def _file_value(document: dict[str, Any], option: Option) -> Any:
     raise ConfigError(f"invalid {leaf} in the config file", seen=repr(value), wanted=_WANTED[option.kind])
 
 
-_WANTED = {"bool": "true or false", "text": "a string", "list": "a list of strings", "ints": "a list of numbers"}
+_WANTED = {
+    "bool": "true or false",
+    "text": "a string",
+    "seconds": "seconds, more than 0",
+    "list": "a list of strings",
+    "ints": "a list of numbers",
+}
 _OTHERS_KEYS = {"flags.gfd", "flags.usenodefeatureapi", "flags.plugin"}  # read by other programs of the same file
 
 
@@ -216,6 +226,10 @@ def _checked(config: Config) -> Config:
     if config.imex_channel_ids not in ((), (0,)):
         raise ConfigError("invalid IMEX channel IDs: invalid IMEX config: channelIDs must be [] or [0]; found",
                           seen=list(config.imex_channel_ids))  # fmt: skip
+    for item in config.device_filter:
+        key, equals, value = item.removeprefix("!").partition("=")
+        if key not in ("uuid", "index", "pci", "model") or not equals or not value:
+            raise ConfigError("invalid --device-filter option", seen=item, wanted="uuid=, index=, pci= or model=")
     _choice("invalid --health-profile option", config.health_profile, "default", "catalogue")
     _choice("invalid --log-format option", config.log_format, "text", "json")
     _choice("invalid --log-level option", config.log_level, "debug", "info", "warning", "error")

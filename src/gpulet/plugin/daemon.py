@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REFRESH_EVERY = 10.0  # seconds between looks at the node's GPUs and at the config file
 IMEX_NODE = "/dev/nvidia-caps-imex-channels/channel"
 
 Load = Callable[[], Config]
@@ -99,7 +98,6 @@ class Daemon:
         load: Load,
         look: Look,
         publish: Publish,
-        refresh_every: float = REFRESH_EVERY,
         session: Callable[[Config], Session] | None = None,
         metrics: Metrics | None = None,
     ) -> None:
@@ -110,7 +108,6 @@ class Daemon:
         self.generation: Generation | None = None
         self.agents: dict[str, Agent] = {}
         self._load, self._look, self._publish = load, look, publish
-        self._refresh_every = refresh_every
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reload = asyncio.Event()
         self._file: tuple[int, int] | None = None
@@ -126,7 +123,7 @@ class Daemon:
         try:
             await self._first(config)
             while not self.stop.is_set():
-                await self._wait()
+                await self._wait(config.refresh_interval)
                 if not self.stop.is_set():
                     config = await self._follow(config)
         finally:
@@ -142,9 +139,9 @@ class Daemon:
                 raise
             log.warning("%s; waiting for it, since fail-on-init-error is off", error)
 
-    async def _wait(self) -> None:
+    async def _wait(self, seconds: float) -> None:
         waits = [asyncio.ensure_future(event.wait()) for event in (self.stop, self._reload)]
-        await asyncio.wait(waits, timeout=self._refresh_every, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)

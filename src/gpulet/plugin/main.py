@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from gpulet.errors import GpuletError
-from gpulet.node.gpu import NodeFacts
+from gpulet.node.gpu import Gpu, NodeFacts
 from gpulet.plugin.config import Config, load
 from gpulet.plugin.daemon import Daemon
 from gpulet.plugin.monitor import Session
@@ -73,10 +73,17 @@ async def _run(words: Sequence[str], config: Config, look: Callable[[Config], No
 
 
 def ask_nvml(config: Config) -> NodeFacts:
-    """The node's GPUs through NVML beneath the driver root. Raises NodeError."""
-    from gpulet.node import nvml
+    """The node's GPUs beneath the driver root: through NVML, or for a Tegra, which has none, by its signs.
 
-    return nvml.facts(config.lookup_root)
+    `source` of the facts is "wsl" or "tegra" on such a node, whose GPUs are offered as one device. Raises NodeError.
+    """
+    from gpulet.node import nvml, platform
+
+    kind = platform.detect(config.lookup_root).kind if config.discovery == "auto" else config.discovery
+    if kind == "tegra":
+        return NodeFacts((Gpu(0, 0, "tegra", "", name="tegra"),), "tegra")
+    facts = nvml.facts(config.lookup_root)
+    return facts.replace(gpus=facts.gpus[:1], source="wsl") if kind == "wsl" else facts
 
 
 def open_nvml(config: Config) -> Session:

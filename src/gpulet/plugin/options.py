@@ -15,12 +15,12 @@ from gpulet.errors import ConfigError, UsageError
 TRUE = ("1", "t", "T", "TRUE", "true", "True")
 FALSE = ("0", "f", "F", "FALSE", "false", "False")
 
-Scalar = str | bool | tuple[str, ...] | tuple[int, ...]
+Scalar = str | bool | float | tuple[str, ...] | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One setting. kind: "text", "bool", "list" or "ints"; key: the path in the file, "" where it has none."""
+    """One setting. kind: "text", "bool", "seconds", "list" or "ints"; key: its path in the file, "" where none."""
 
     field: str
     kind: str
@@ -77,6 +77,10 @@ OPTIONS: tuple[Option, ...] = (
     _row("cdi_feature_flags", "list", "cdi-feature-flags", "CDI_FEATURE_FLAGS", "", "features of CDI specs"),
     _row("cdi_disable_hooks", "list", "cdi-disable-hooks", "CDI_DISABLE_HOOKS", "", "hooks left out of CDI specs"),
     _row("cdi_spec_dir", "text", "cdi-spec-dir", "CDI_SPEC_DIR", "", "(ours) where CDI specs are written"),
+    _row("device_filter", "list", "device-filter", "DEVICE_FILTER", "flags.plugin.deviceFilter",
+         "(ours) offer only GPUs that match any of uuid=, index=, pci= or model=PATTERN, and none that match a !one"),
+    _row("refresh_interval", "seconds", "refresh-interval", "REFRESH_INTERVAL", "flags.plugin.refreshInterval",
+         "(ours) seconds between looks at the node's GPUs and at the config file"),
     _row("disable_healthchecks", "text", "disable-healthchecks", "DP_DISABLE_HEALTHCHECKS", "",
          "Xids that make nothing unhealthy: numbers, or all"),
     _row("enable_healthchecks", "text", "enable-healthchecks", "DP_ENABLE_HEALTHCHECKS", "",
@@ -135,12 +139,21 @@ def convert(option: Option, text: str, where: str) -> Scalar:
         raise ConfigError(f"{where} is no boolean", seen=repr(text), wanted="true or false")
     if option.kind == "text":
         return text
+    if option.kind == "seconds":
+        return _seconds(text, where)
     items = tuple(item.strip() for item in text.split(","))
     if option.kind == "list":
         return tuple(item for item in items if item)
     if not all(item.isascii() and item.isdigit() for item in items if item):
         raise ConfigError(f"{where} is no list of numbers", seen=repr(text), wanted="numbers joined by commas")
     return tuple(int(item) for item in items if item)
+
+
+def _seconds(text: str, where: str) -> float:
+    whole, _, part = text.partition(".")
+    if not (whole + part).isdigit() or not (whole + part).isascii() or float(text) <= 0:
+        raise ConfigError(f"{where} is no time", seen=repr(text), wanted="seconds, more than 0")
+    return float(text)
 
 
 def usage(program: str) -> str:

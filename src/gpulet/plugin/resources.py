@@ -78,14 +78,14 @@ def inventory(facts: NodeFacts, config: Config) -> Inventory:
     """The resources that this node offers under this configuration. Raises ConfigError where sharing can't be met."""
     found: dict[str, list[Device]] = {}
     problems: list[str] = [f"GPU {lost.index} {lost.uuid} {lost.bus_id}: {lost.reason}" for lost in facts.lost]
-    gpus = [gpu for gpu in facts.gpus if gpu.name not in DISPLAY_ONLY]
+    gpus = [gpu for gpu in facts.gpus if gpu.name not in DISPLAY_ONLY and _wanted(gpu, config.device_filter)]
     left_out = _inexpressible(gpus) if config.mig_strategy == "single" else {}
     problems += left_out.values()
     for gpu in gpus:
         if gpu.index in left_out:
             continue
         if not gpu.mig_enabled or config.mig_strategy == "none":
-            _offer(found, _named(gpu.name, config.gpu_patterns, "gpu"), _whole(gpu))
+            _offer(found, _named(gpu.name, config.gpu_patterns, "gpu"), _whole(gpu, facts.source))
         elif not gpu.mig:
             problems.append(f"GPU {gpu.index} {gpu.uuid} is in MIG mode and has no MIG devices configured")
         for mig in gpu.mig if config.mig_strategy != "none" else ():
@@ -106,7 +106,25 @@ def _offer(found: dict[str, list[Device]], name: str, device: Device) -> None:
     found.setdefault(name, []).append(device)
 
 
-def _whole(gpu: Gpu) -> Device:
+def _wanted(gpu: Gpu, filters: tuple[str, ...]) -> bool:
+    """Whether a GPU passes: no "!" filter that matches, and one of the others where there are any."""
+
+    def matches(item: str) -> bool:
+        key, _, value = item.removeprefix("!").partition("=")
+        pci = value.lower() if len(value) > 12 else f"0000{value.lower()}"  # a bus id may leave half its domain out
+        seen = {"uuid": gpu.uuid == value, "index": str(gpu.index) == value, "pci": gpu.bus_id == pci}
+        return seen.get(key, Pattern(value, "").matches(gpu.name))
+
+    only = [item for item in filters if not item.startswith("!")]
+    without = [item for item in filters if item.startswith("!")]
+    return not any(map(matches, without)) and (not only or any(map(matches, only)))
+
+
+def _whole(gpu: Gpu, source: str) -> Device:
+    if source == "wsl":  # one device stands for all GPUs: they can't be told apart inside a container
+        return Device("all", "all", "all", 0, "all", ("/dev/dxg",))
+    if source == "tegra":
+        return Device("tegra", "tegra", "0", 0, "tegra", arch="0.0")
     return Device(gpu.uuid, gpu.uuid, str(gpu.index), gpu.index, gpu.uuid, (f"/dev/nvidia{gpu.minor}",),
                   gpu.numa, gpu.memory, gpu.arch)  # fmt: skip
 

@@ -65,9 +65,11 @@ class Wellness:
         self.stop()
         self._watched = config, uuids
         opener = self._open
-        if opener and uuids and self.policy.watches:
+        if opener and uuids and self.policy.watches and facts.source == "nvml":
             loop = asyncio.get_running_loop()
-            monitor = Monitor(lambda: opener(config), uuids, lambda event: self._from_thread(loop, event))
+            monitor = Monitor(
+                lambda: opener(config), uuids, lambda event: self._from_thread(loop, event), config.refresh_interval
+            )
             monitor.start()
             self._monitor = monitor
 
