@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,33 @@ def test_a_failure_takes_back_all_and_names_step_object_and_errno(host: Path, im
         assert caught.value.errno == 21
         assert mounts(pid) == mounted
     assert tree(image) == before
+
+
+def test_a_failure_takes_device_rules_back(host: Path, image: Path) -> None:
+    rules: list[tuple[int, int]] = []
+
+    def allow(_: object, wanted: list[tuple[int, int]]) -> Callable[[], None]:
+        rules.extend(wanted)
+        return rules.clear
+
+    (image / "usr/bin/nvidia-smi").mkdir()
+    with namespaced(image) as pid, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live.cgroup, "allow", allow)
+        with pytest.raises(StepFailed, match="nvidia-smi"):
+            live.apply(injection(host), pid, str(image), driver_root=str(host))
+        assert rules == []
+        (image / "usr/bin/nvidia-smi").rmdir()
+        assert "allow c 195:0 rw" in live.apply(injection(host), pid, str(image), driver_root=str(host))
+        assert rules == [(195, 0)]
+
+
+def test_an_old_kernel_is_told(host: Path, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(live.linux, "open_tree", refuse)
+    with namespaced(image) as pid, pytest.raises(StepFailed, match=r"needs Linux 5\.12"):
+        live.apply(injection(host), pid, str(image), cgroups=False)
 
 
 def test_a_missing_source_changes_nothing(host: Path, image: Path) -> None:

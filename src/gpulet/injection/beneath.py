@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 LIMIT = 16 << 20  # bytes; nothing that we read whole from an image has a reason to be larger
 ENOENT, EEXIST, ENOTDIR, EISDIR, EINVAL, EROFS, ELOOP = 2, 17, 20, 21, 22, 30, 40
-_REMEDY = {EROFS: "the root file system is read-only: prepare it before it becomes so, or mount what is missing"}
+_REMEDY = {
+    EROFS: "the root file system is read-only: prepare it before it becomes so, or mount what is missing",
+    linux.ENOSYS: "mounting into a live container needs Linux 5.12; the runtime's mode cdi or jit-cdi doesn't",
+}
 
 
 def failed(step: str, target: str, error: OSError) -> StepFailed:
