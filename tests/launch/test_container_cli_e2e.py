@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from gpulet.sim import node as sim
+from gpulet.sim.inject import inject
 from gpulet.sim.node import SimNode
-from support.namespaced import mounts
+from support.namespaced import mounts, namespaced
 from support.real_container import Bundle, config
 
 pytestmark = [pytest.mark.root, pytest.mark.e2e]
@@ -110,3 +112,28 @@ def test_the_loader_finds_the_library_by_soname_through_the_merged_cache(bundle:
     seen = probed(bundle.run(config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]})))
     assert seen["nvml_error"] is None
     assert len(seen["nvml"]) == 8
+
+
+def test_a_driver_that_is_slow_to_initialise_slows_nothing(bundle: Bundle, node: SimNode) -> None:
+    inject(node.folder, "nvml init takes 2s")
+    try:
+        command = [str(bundle.programs["gpulet-container-cli"]), f"--root={node.root}", "configure", "--no-cgroups"]
+        with namespaced(bundle.root) as pid:
+            start = time.monotonic()
+            devices = ["--device=all", "--compute", "--utility", "--require=cuda>=11 driver>=400"]
+            subprocess.run([*command, *devices, f"--pid={pid}", str(bundle.root)], check=True, timeout=20)
+            assert time.monotonic() - start < 1.5
+            assert f"{bundle.root}/dev/nvidia7" in mounts(pid)
+    finally:
+        inject(node.folder, "nvml init works")
+
+
+def test_info_and_list_are_the_nodes(bundle: Bundle, node: SimNode) -> None:
+    def said(*arguments: str) -> list[str]:
+        command = [str(bundle.programs["gpulet-container-cli"]), f"--root={node.root}", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    rows = [line.split(",") for line in said("info", "--csv")[4:]]
+    assert [row[4] for row in rows] == [gpu.uuid for gpu in node.gpus]
+    assert {row[6] for row in rows} == {"9.0"}
+    assert [line for line in said("list", "-d", node.gpus[2].uuid) if line[-1].isdigit()] == ["/dev/nvidia2"]
