@@ -135,6 +135,39 @@ def test_cdi_specs_name_what_is_answered(site, identification):
     assert all(device.host_path.startswith(str(site.node.root)) for device in injection.devices)
 
 
+@pytest.mark.parametrize("site", ["wsl"], indirect=True)
+def test_the_cdi_spec_of_wsl(site):
+    site.start("--device-list-strategy=cdi-cri")
+    site.kubelet.wait_for(GPU, 1)
+    (name,) = site.kubelet.allocate("p", "c", {GPU: 1}).cdi_devices
+    injection = Registry([str(site.folder / "cdi")]).resolve([name])
+    assert [device.path for device in injection.devices] == ["/dev/dxg"]
+
+
+@pytest.mark.parametrize("site", ["tegra"], indirect=True)
+def test_no_cdi_on_tegra(site):
+    site.start("--device-list-strategy=cdi-cri")
+    assert site.process.wait(10) == 1
+    assert "aren't supported on Tegra" in site.log()
+
+
+def test_optional_classes(site):
+    for name in ("gdrdrv", "nvidia-fs0"):
+        os.mknod(site.node.root / "dev" / name, 0o666 | 0o020000, os.makedev(243, 7))
+    stale = site.folder / "cdi" / "k8s.device-plugin.nvidia.com-mofed.json"
+    stale.parent.mkdir(exist_ok=True)
+    stale.write_text("{}")
+    site.start("--device-list-strategy=cdi-cri", "--gdrcopy-enabled", "--gds-enabled", "--mofed-enabled")
+    site.kubelet.wait_for(GPU, 8)
+    allocation = site.kubelet.allocate("p", "c", {GPU: 1})
+    optional = ("k8s.device-plugin.nvidia.com/gdrcopy=all", "k8s.device-plugin.nvidia.com/gds=all")
+    assert allocation.cdi_devices[1:] == optional
+    assert {name: allocation.envs[f"NVIDIA_{name}"] for name in ("GDS", "GDRCOPY", "MOFED")}
+    assert not stale.exists()
+    paths = {device.path for device in Registry([str(stale.parent)]).resolve(optional).devices}
+    assert paths == {"/dev/gdrdrv", "/dev/nvidia-fs0"}
+
+
 @pytest.mark.parametrize(
     ("disabled", "gone", "left"),
     [("update-ldcache", "--folder", "--link"), ("create-symlinks", "--link", "--folder"), ("all", "prepare", "")],

@@ -6,22 +6,20 @@ that exist. One file a class, each replaced at once; a class that has nothing is
 
 from __future__ import annotations
 
-import glob
+import logging
 import os
 from typing import Any
 
-from gpulet.injection import cdi
+from gpulet.errors import CdiError, ConfigError
+from gpulet.injection import cdi, cdi_modes
 from gpulet.node import driver
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin.allocate import CDI_VENDOR
 from gpulet.plugin.config import Config
 
-_NODES = {
-    "gdrcopy": ("/dev/gdrdrv",),
-    "gds": ("/dev/nvidia-fs*",),
-    "mofed": ("/dev/infiniband/uverbs*", "/dev/infiniband/rdma_cm"),
-}
-_GDS_MOUNTS = ("/run/udev", "/etc/cufile.json")
+log = logging.getLogger(__name__)
+
+_GATED = ("gdrcopy", "gds", "mofed")
 
 
 def publish(config: Config, facts: NodeFacts, imex: tuple[int, ...]) -> tuple[str, ...]:
@@ -37,24 +35,50 @@ def publish(config: Config, facts: NodeFacts, imex: tuple[int, ...]) -> tuple[st
     else:
         _remove(config, "imex-channel")
     enabled = {"gdrcopy": config.gdrcopy_enabled, "gds": config.gds_enabled, "mofed": config.mofed_enabled}
-    found = []
-    for name, wanted in enabled.items():
-        edits = _edits(config, name) if wanted else {}
-        if edits:
-            cdi.write_spec(_class_spec(name, edits), _path(config, name))
-            found.append(name)
-        else:
-            _remove(config, name)
-    return tuple(found)
+    return tuple(name for name in _GATED if _gated_spec(config, facts, name, enabled[name]))
+
+
+def _gated_spec(config: Config, facts: NodeFacts, name: str, enabled: bool) -> bool:
+    """Whether the class is enabled and has something in it; then its spec is written."""
+    try:
+        if enabled:
+            spec = cdi_modes.gated_spec(
+                facts, name, vendor=CDI_VENDOR, root=config.lookup_root, host_dev_root=config.dev_root
+            )
+            for device in spec["devices"]:
+                _keep_mounts_that_exist(device["containerEdits"], config)
+            cdi.write_spec(spec, _path(config, name))
+            return True
+    except CdiError as error:
+        log.warning("not offered: %s", error)
+    _remove(config, name)
+    return False
+
+
+def _keep_mounts_that_exist(edits: dict[str, Any], config: Config) -> None:
+    """A mount of a file that isn't there would keep the container from starting; the rest as the host sees it."""
+    inside, outside = config.lookup_root.rstrip("/"), config.driver_root.rstrip("/")
+    mounts = [mount for mount in edits.pop("mounts", ()) if os.path.exists(mount["hostPath"])]
+    if mounts:
+        edits["mounts"] = [{**mount, "hostPath": outside + mount["hostPath"].removeprefix(inside)} for mount in mounts]
 
 
 def _gpu_spec(config: Config, facts: NodeFacts) -> None:
     if not facts.gpus:
         _remove(config, "gpu")
         return
+    if facts.source == "tegra":
+        raise ConfigError("CDI device list strategies aren't supported on Tegra", seen=config.device_list_strategy,
+                          wanted="envvar or volume-mounts")  # fmt: skip
+    files = driver.find(config.lookup_root, version=facts.driver)
+    if facts.source == "wsl":
+        spec = cdi_modes.wsl_spec(facts, files, vendor=CDI_VENDOR, hook_path=config.cdi_hook_path)
+        _drop_hooks(spec, config.cdi_disable_hooks)
+        cdi.write_spec(spec, _path(config, "gpu"))
+        return
     spec = cdi.make_spec(
         facts,
-        driver.find(config.lookup_root, version=facts.driver),
+        files,
         vendor=CDI_VENDOR,
         cls="gpu",
         names=(config.device_id_strategy,),
@@ -105,32 +129,6 @@ def _without(args: list[str], names: tuple[str, ...]) -> list[str]:
 
 def _path(config: Config, cls: str) -> str:
     return os.path.join(config.cdi_spec_dir, f"{CDI_VENDOR}-{cls}.json")
-
-
-def _node(config: Config, path: str) -> dict[str, Any]:
-    return {"path": path, "hostPath": os.path.join(config.dev_root, path.lstrip("/"))}
-
-
-def _edits(config: Config, cls: str) -> dict[str, Any]:
-    root = config.lookup_dev_root.rstrip("/")
-    found = sorted(path for pattern in _NODES[cls] for path in glob.glob(root + pattern))
-    if not found:
-        return {}
-    edits: dict[str, Any] = {"deviceNodes": [_node(config, path.removeprefix(root)) for path in found]}
-    if cls == "gds":
-        host = config.lookup_root.rstrip("/")
-        edits["mounts"] = [
-            {"hostPath": config.driver_root.rstrip("/") + path, "containerPath": path,
-             "options": ["ro", "nosuid", "nodev", "rbind", "rprivate"]}
-            for path in _GDS_MOUNTS
-            if os.path.exists(host + path)
-        ]  # fmt: skip
-    return edits
-
-
-def _class_spec(cls: str, edits: dict[str, Any]) -> dict[str, Any]:
-    devices = [{"name": "all", "containerEdits": edits}]
-    return {"cdiVersion": "0.5.0", "kind": f"{CDI_VENDOR}/{cls}", "devices": devices}
 
 
 def _remove(config: Config, cls: str) -> None:
