@@ -93,7 +93,7 @@ def test_null_parts_are_empty_parts() -> None:
 def test_a_variable_is_replaced_where_it_stands_and_its_repetitions_go() -> None:
     before = {"process": {"env": ["A=1", "B=2", "A=3", "AB=4"]}}
     assert oci.set_env(before, (("A", "x"), ("C", "y")))["process"]["env"] == ["A=x", "B=2", "AB=4", "C=y"]
-    assert oci.unset_env(before, "A")["process"]["env"] == ["B=2", "AB=4"]
+    assert oci.put_env(before, "A", None)["process"]["env"] == ["B=2", "AB=4"]
 
 
 def test_a_device_replaces_the_one_at_its_path() -> None:

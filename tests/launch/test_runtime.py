@@ -235,6 +235,27 @@ def test_legacy_adds_one_prestart_hook_with_an_environment_of_its_own(machine: M
     assert machine.create(config("A=1")) == config("A=1")
 
 
+@pytest.mark.root
+def test_legacy_adds_at_once_what_the_container_cli_does_not_give(machine: Machine) -> None:
+    machine.configure(runtime="mode = 'legacy'")
+    os.mknod(machine.root / "dev/nvidia-nvswitchctl", 0o020666, os.makedev(235, 255))
+    after = machine.create(config(f"{V}=0", "NVIDIA_NVSWITCH=enabled"))
+    assert [node["path"] for node in after["linux"]["devices"]] == ["/dev/nvidia-nvswitchctl"]
+    assert gpus(after) == []
+    assert len(after["hooks"]["prestart"]) == 1
+
+
+def test_forward_compatibility_by_hook_in_legacy(machine: Machine) -> None:
+    rest = "[nvidia-container-runtime.modes.legacy]\ncuda-compat-mode = 'hook'\n"
+    machine.configure(runtime="mode = 'legacy'", rest=rest)
+    after = machine.create(config(f"{V}=0"))
+    assert list(after["hooks"]) == ["prestart"]  # weighed beneath the root at once: no other hook
+    over = config(f"{V}=0")
+    over["mounts"].append({"destination": "/etc", "type": "tmpfs", "source": "tmpfs"})
+    (hook,) = machine.create(over)["hooks"]["createContainer"]
+    assert hook["args"][1:] == ["prepare", "--host-driver-version", "570.86.15"]
+
+
 def test_the_flavours_force_their_mode(machine: Machine) -> None:
     (machine.folder / "bin" / "nvidia-container-runtime.legacy").symlink_to("gpulet-runtime")
     path = machine.make(config(f"{V}=1"))

@@ -6,7 +6,8 @@ import pytest
 
 from gpulet.errors import ConfigError, RequestError
 from gpulet.request.bundle import Container
-from gpulet.request.decide import cuda_value, decide
+from gpulet.request.cuda import cuda_value
+from gpulet.request.decide import decide
 from gpulet.request.model import Request
 from gpulet.settings import Settings
 from support.containers import FOLDER, GPUS, container, pod

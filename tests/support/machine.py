@@ -25,7 +25,7 @@ class Machine:
         self.root = driver_tree.create(folder / "root")
         self.config_file = folder / "config.toml"
         self.bundle = folder / "bundle"
-        for name, module in (("gpulet-runtime", "runtime"), ("gpulet-hook", "hook")):
+        for name, module in (("gpulet-runtime", "runtime"), ("gpulet-hook", "hook"), ("gpulet-cdi-hook", "cdi_hook")):
             self._program(name, launcher_text(f"gpulet.launch.{module}"))
         self.low = self._program("low", LOW)
         self.cli = self._program("cli", LOW)

@@ -53,8 +53,10 @@ def set_env(config: dict[str, Any], pairs: tuple[tuple[str, str], ...]) -> dict[
     return {**config, "process": {**process, "env": env}}
 
 
-def unset_env(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """The same without a variable."""
+def put_env(config: dict[str, Any], name: str, value: str | None) -> dict[str, Any]:
+    """The same with a variable's new value; None takes it away."""
+    if value is not None:
+        return set_env(config, ((name, value),))
     process = dict(config.get("process") or {})
     env = [entry for entry in process.get("env") or [] if entry.partition("=")[0] != name]
     return {**config, "process": {**process, "env": env}}

@@ -12,7 +12,7 @@ import sys
 
 from gpulet import settings as settings_file
 from gpulet.errors import BundleError, ConfigError, GpuletError, RequestError, UsageError
-from gpulet.request import bundle, decide, policy
+from gpulet.request import bundle, cuda, decide, policy
 from gpulet.settings import CUDA_VISIBLE_DEVICES, Settings
 from gpulet.version import __version__
 
@@ -29,7 +29,6 @@ USAGE = """usage: gpulet-hook [-debug] [-config FILE] COMMAND
   poststop         does nothing
   -version         prints the version
 """
-ORIGINAL = "GPULET_VISIBLE_DEVICES"  # what the runtime found before it rewrote CUDA_VISIBLE_DEVICES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +98,7 @@ def read_container(state: bundle.State, environ: Mapping[str, str]) -> Container
         if not config.get(part):
             raise BundleError(f"{name} is empty in OCI spec", seen=f"no {part}", wanted="a complete config.json")
     container = bundle.Container.from_config(config, state.bundle)
-    original = environ.get(ORIGINAL)
+    original = environ.get(cuda.ORIGINAL)
     return container if original is None else container.with_variable(CUDA_VISIBLE_DEVICES, original)
 
 

@@ -83,7 +83,9 @@ class Container(Value):
         return "process.env" if last is None else f"process.env[{last}]"
 
     def with_variable(self, name: str, value: str) -> Container:
-        """The same container with another value for a variable that it has."""
+        """The same container with a variable set to this value, where it stands or at the end."""
+        if self.variable(name) is None:
+            return self.replace(env=(*self.env, (name, value)))
         return self.replace(env=tuple((key, value if key == name else old) for key, old in self.env))
 
 

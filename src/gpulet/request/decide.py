@@ -15,7 +15,7 @@ from gpulet.request.imex import channels
 from gpulet.request.model import Request
 from gpulet.request.requirements import collect
 from gpulet.request.trace import Rule, Trace
-from gpulet.settings import CUDA_VISIBLE_DEVICES, Settings
+from gpulet.settings import Settings
 from gpulet.value import Value
 
 GATED = (
@@ -177,25 +177,3 @@ def _mig(container: Container, trace: Trace, *, strict: bool) -> tuple[str, str]
             value = ""
         values.append(value)
     return values[0], values[1]
-
-
-def cuda_value(request: Request) -> str | None:
-    """What CUDA_VISIBLE_DEVICES is to be inside the container; None: not to be set at all.
-
-    The CUDA library reads it too, where an index counts the visible GPUs only: UUIDs stay, anything else becomes
-    0..n-1, `all` goes away, none is an empty value.
-    """
-    names = [device.partition("=")[2] if is_qualified(device) else device for device in request.devices]
-    if names == ["all"]:
-        return None
-    if all(name.startswith(("GPU-", "MIG-")) for name in names):
-        return ",".join(names)
-    return ",".join(map(str, range(len(names))))
-
-
-def speaks_cuda(settings: Settings, container: Container) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES is one of the names in use and the container has it."""
-    return (
-        CUDA_VISIBLE_DEVICES in settings.visible_devices_envvars
-        and container.variable(CUDA_VISIBLE_DEVICES) is not None
-    )

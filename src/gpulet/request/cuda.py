@@ -1,0 +1,35 @@
+"""CUDA_VISIBLE_DEVICES as the variable's name: the CUDA library inside the container reads it too.
+
+Loaded by the programs in launch/.
+"""
+
+from __future__ import annotations
+
+from gpulet.request.bundle import Container
+from gpulet.request.devices import is_qualified
+from gpulet.request.model import Request
+from gpulet.settings import CUDA_VISIBLE_DEVICES, Settings
+
+ORIGINAL = "GPULET_VISIBLE_DEVICES"  # in the hook's environment: what the runtime found before it rewrote the variable
+
+
+def cuda_value(request: Request) -> str | None:
+    """What CUDA_VISIBLE_DEVICES is to be inside the container; None: not to be set at all.
+
+    The CUDA library reads it too, where an index counts the visible GPUs only: UUIDs stay, anything else becomes
+    0..n-1, `all` goes away, none is an empty value.
+    """
+    names = [device.partition("=")[2] if is_qualified(device) else device for device in request.devices]
+    if names == ["all"]:
+        return None
+    if all(name.startswith(("GPU-", "MIG-")) for name in names):
+        return ",".join(names)
+    return ",".join(map(str, range(len(names))))
+
+
+def speaks_cuda(settings: Settings, container: Container) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES is one of the names in use and the container has it."""
+    return (
+        CUDA_VISIBLE_DEVICES in settings.visible_devices_envvars
+        and container.variable(CUDA_VISIBLE_DEVICES) is not None
+    )
