@@ -150,7 +150,8 @@ def test_tegra_lists_become_nodes_mounts_and_links(tmp_path: Path) -> None:
     tree.write(tmp_path / "etc/nv_tegra_release", "# R36")
     rows = [
         ("dev", "/dev/nvmap"), ("dev", "/dev/absent"), ("lib", f"{LIB}/tegra/libcuda.so.1"),
-        ("lib", "/usr/lib/absent.so"), ("sym", f"{LIB}/libcuda.so"), ("sym", f"{LIB}/libskip.so"), ("dir", "/lib/firmware/tegra"),
+        ("lib", "/usr/lib/absent.so"), ("sym", f"{LIB}/libcuda.so"),
+        ("sym", f"{LIB}/libskip.so"), ("dir", "/lib/firmware/tegra"),
     ]  # fmt: skip
     found = csv_files.injection(rows, str(tmp_path), ignore=["**/libskip.so"], cuda="12.6")
     assert [node.path for node in found.devices] == ["/dev/nvmap"]

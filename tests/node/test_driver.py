@@ -38,6 +38,15 @@ def test_libraries_with_capability_soname_and_links(tmp_path: Path) -> None:
     assert gbm in found[f"libnvidia-allocator.so.{tree.VERSION}"].links
 
 
+def test_a_distributions_library_with_a_version_of_its_own_is_found_apart_from_the_driver(tmp_path: Path) -> None:
+    tree.create(tmp_path, libs="usr/lib/x86_64-linux-gnu/nvidia/current")
+    for name in ("libnvidia-egl-wayland.so.1.1.9", "libnvidia-egl-gbm.so.1.1.0", "libcuda.so.1.0"):
+        tree.write(tmp_path / LIB[1:] / name)
+    tree.link(tmp_path / LIB[1:] / "libnvidia-egl-wayland.so.1", "libnvidia-egl-wayland.so.1.1.9")
+    found = [file.path for file in driver.find(str(tmp_path)).files if file.folder == LIB]
+    assert found == [f"{LIB}/libnvidia-egl-wayland.so.1.1.9"]  # gbm is the driver's own, libcuda isn't this version
+
+
 def test_only_files_of_the_running_version(tmp_path: Path) -> None:
     tree.create(tmp_path)
     tree.libraries(tmp_path / "usr/lib64", "535.1.2")

@@ -18,7 +18,7 @@ from gpulet.node.procfs import driver_version, read_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
 __all__ = ["DriverFile", "DriverFiles", "Missing", "cached_folders", "find", "library_folders"]
 
@@ -165,6 +165,15 @@ class _Search:
             return name
         return elf.soname(below(self.root, path))
 
+    def of_own_version(self, folders: Sequence[str], present: Container[str]) -> Iterator[DriverFile]:
+        """Libraries with a version of their own that a distribution has put apart from the driver's."""
+        for folder in folders:
+            names = self.names(folder)
+            for name in sorted(names):
+                stem = name.partition(".so.")[0]
+                if stem in table.OWN_VERSION and stem not in present and not names[name]:
+                    yield self._library(folder, name, stem, "library", self._links(folder, names).get(name, ()))
+
     # -- everything else --
 
     def first(self, candidates: Sequence[str]) -> str:
@@ -225,6 +234,11 @@ def _folders32() -> list[str]:
     return [folder.format(triplet32=triplet) for folder in table.FOLDERS_32 if triplet or "{" not in folder]
 
 
+def _name(file: DriverFile) -> str:
+    """A library's name without ".so" and version."""
+    return file.path.rpartition("/")[2].partition(".so.")[0]
+
+
 def _stem(name: str, version: str) -> str:
     """The library's name without ".so" and version where it is one of the driver's, else ""."""
     stem, dot_so, suffix = name.partition(".so.")
@@ -244,7 +258,7 @@ def _firmware_folders(version: str) -> list[str]:
 
 
 def _missing(files: Sequence[DriverFile], looked: Sequence[str]) -> Iterator[Missing]:
-    stems = {file.path.rpartition("/")[2].partition(".so.")[0] for file in files if file.kind == "library"}
+    stems = {_name(file) for file in files if file.kind == "library"}
     for capability in table.LIBRARIES:
         for stem in table.LIBRARIES[capability]:
             if stem not in stems:
@@ -282,8 +296,10 @@ def find(
             remedy="reboot or reload the kernel module" if on_disk else "install the driver, or set the driver root",
         )
     folders32 = [f for f in look.folders(_folders32(), version, 32) if f not in folders]
+    own = list(look.libraries(folders, version, "library"))
     files = [
-        *look.libraries(folders, version, "library"),
+        *own,
+        *look.of_own_version([f for f in look.wanted if f not in folders], {_name(file) for file in own}),
         *look.libraries(folders32, version, "library32"),
         *look.binaries(),
         *look.firmware(version),
