@@ -207,11 +207,15 @@ class TestMig:
         for name in ("MIG-x", "mig-X", "0:1"):
             assert cli(f"list --device={name}") == (0, expected, "")
 
-    def test_management(self, cli) -> None:  # type: ignore[no-untyped-def]
+    def test_management_shows_instances_to_come(self, cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
         capabilities, caps = "/proc/driver/nvidia/capabilities", "/dev/nvidia-caps"
-        nodes = (f"{caps}/nvidia-cap1", f"{capabilities}/gpu0", caps, f"{caps}/nvidia-cap12", f"{caps}/nvidia-cap13")
+        (tmp_path / f"{capabilities[1:]}/gpu0").mkdir(parents=True)
+        minors = tmp_path / "proc/driver/nvidia-caps/mig-minors"
+        minors.parent.mkdir()
+        minors.write_text("config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi0/ci0/access 4\ngpu1/gi0/access 93\n")
+        nodes = (f"{caps}/nvidia-cap1", f"{capabilities}/gpu0", caps, f"{caps}/nvidia-cap3", f"{caps}/nvidia-cap4")
         expected = ("/dev/nvidiactl", GPUS[0], GPUS[1], f"{capabilities}/mig/config", *nodes)
-        assert cli("list --device=all --mig-config=all") == (0, expected, "")
+        assert cli("list --device=all --mig-config=all", root=str(tmp_path)) == (0, expected, "")
 
     def test_management_beside_chosen_slices(self, cli) -> None:  # type: ignore[no-untyped-def]
         code, _, err = cli("list --device=MIG-x --mig-config=all")

@@ -137,3 +137,25 @@ def test_info_and_list_are_the_nodes(bundle: Bundle, node: SimNode) -> None:
     assert [row[4] for row in rows] == [gpu.uuid for gpu in node.gpus]
     assert {row[6] for row in rows} == {"9.0"}
     assert [line for line in said("list", "-d", node.gpus[2].uuid) if line[-1].isdigit()] == ["/dev/nvidia2"]
+
+
+def test_who_partitions_gpus_sees_the_capabilities_as_they_come(bundle: Bundle, tmp_path: Path) -> None:
+    node = sim.create(tmp_path / "mig", "h100x8", gpus=2, mig=["gpu0: 1g.10gb x2"])
+    hook = bundle.hook("prestart", configure(bundle, node, "--device=all --mig-config=all --utility"))
+    script = "mount | grep -c nvidia-caps; ls /dev/nvidia-caps; for f in /dev/nvidia-caps/*; do cat $f; done"
+    done = bundle.run(config(["/bin/sh", "-c", script], hooks={"prestart": [hook]}))
+    count, *names = done.stdout.split()
+    assert count == "1"
+    assert set(names) == {path.name for path in (node.root / "dev/nvidia-caps").iterdir()}
+    refused = [line for line in done.stderr.splitlines() if "No such device or address" not in line]
+    assert len(refused) == 1  # config was asked for, not monitor
+    assert "nvidia-cap2'" in refused[0]
+
+
+def test_a_slice_is_all_that_its_container_sees(bundle: Bundle, tmp_path: Path) -> None:
+    node = sim.create(tmp_path / "mig", "h100x8", gpus=2, mig=["gpu0: 1g.10gb x2"])
+    hook = bundle.hook("prestart", configure(bundle, node, "--device=0:1 --compute --utility"))
+    seen = probed(bundle.run(config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]})))
+    assert len([gpu for gpu in seen["nvml"] if gpu["uuid"].startswith("MIG-")]) == 1
+    assert len([path for path in seen["devices"] if "/nvidia-caps/" in path]) == 2
+    assert 1 in seen["denied"]

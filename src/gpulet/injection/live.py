@@ -48,13 +48,14 @@ def apply(
     cgroups: bool = True,
     devbind: bool = True,
     driver_root: str = "/",
+    rules: Sequence[cgroup.Rule] = (),
     fork: bool = True,
 ) -> tuple[str, ...]:
     """Carries the injection out in the container of process `pid`, whose root file system is the folder `root` there.
 
-    cgroups: allow the devices in the container's cgroup; devbind: mount device nodes; driver_root: whose
-    proc/driver/nvidia the container is to see a part of; fork: work in a child. Without, this process itself stays in
-    the container's namespaces, which saves 2 ms to a program that has nothing else to do.
+    cgroups: allow the devices in the container's cgroup, and those of `rules`; devbind: mount device nodes;
+    driver_root: whose proc/driver/nvidia the container is to see a part of; fork: work in a child. Without, this
+    process itself stays in the container's namespaces, which saves 2 ms to a program that has nothing else to do.
     Answers what was done, in words. Raises StepFailed, and then nothing stays changed.
     """
     with _Namespaces(pid) as namespaces:
@@ -62,9 +63,10 @@ def apply(
         steps = _open_sources(injection, source, devbind)
         take_back: Callable[[], None] = lambda: None  # noqa: E731
         try:
-            rules = [(node.major, node.minor) for node in injection.devices if node.type == "c"] if cgroups else []
-            if rules:
-                take_back = cgroup.allow(cgroup.find(pid), rules)
+            nodes = [(node.major, node.minor) for node in injection.devices if node.type == "c"]
+            allowed = dict.fromkeys((*nodes, *rules)) if cgroups else {}
+            if allowed:
+                take_back = cgroup.allow(cgroup.find(pid), tuple(allowed))
 
             def work() -> tuple[str, ...]:
                 return _in_container(injection, namespaces, root, steps, source, devbind)
@@ -77,7 +79,7 @@ def apply(
         finally:
             for step in steps:
                 os.close(step.tree)
-    return (*(f"allow c {major}:{minor} rw" for major, minor in rules), *done)
+    return (*(f"allow c {major}:{minor} rw" for major, minor in allowed), *done)
 
 
 # -- in the host

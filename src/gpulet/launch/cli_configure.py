@@ -6,9 +6,24 @@ import os
 
 from gpulet.errors import GpuletError, InjectionError, NodeError, RequestError, StepFailed
 from gpulet.injection.build import Layout, build
-from gpulet.injection.model import Injection, RootfsWork
-from gpulet.launch.cli_report import channels, check_mig, driver_files, dropped, node_facts, selected
+from gpulet.injection.model import Injection, Mount, RootfsWork
+from gpulet.launch.cli_report import (
+    CAPABILITIES as CAPABILITIES_FOLDER,
+)
+from gpulet.launch.cli_report import (
+    cap_minors,
+    channels,
+    check_mig,
+    driver_files,
+    dropped,
+    mig_capable,
+    node_facts,
+    selected,
+)
 from gpulet.launch.container_cli import CAPABILITIES, Failure
+from gpulet.node import procfs
+from gpulet.node.devices import CAPS_FOLDER
+from gpulet.node.paths import below
 from gpulet.request.model import Request
 
 TYPE_CHECKING = False
@@ -30,7 +45,7 @@ def run(call: Call) -> int:
     pid = _pid(call)
     request = request_of(call)
     layout = layout_of(pid, rootfs)
-    injection = injection_of(call, request, layout)
+    injection, rules = injection_of(call, request, layout)
     if call.given("dry-run"):
         from gpulet import codec
 
@@ -47,6 +62,7 @@ def run(call: Call) -> int:
             cgroups=not call.given("no-cgroups"),
             devbind=not call.given("no-devbind"),
             driver_root=call.last("root", "/"),
+            rules=rules,
             fork=not call.own_process,
         )
     except InjectionError as error:
@@ -132,8 +148,8 @@ def _same(root: Root, one: str, other: str) -> bool:
         os.close(second)
 
 
-def injection_of(call: Call, request: Request, layout: Layout) -> Injection:
-    """The injection for a request. Raises Failure."""
+def injection_of(call: Call, request: Request, layout: Layout) -> tuple[Injection, tuple[tuple[int, int], ...]]:
+    """The injection for a request, and the devices to allow besides its own. Raises Failure."""
     root = call.last("root", "/")
     facts = node_facts(call, request.devices, nvml=_asks_for_arch(request))
     selection = selected(facts, list(request.devices))
@@ -154,7 +170,27 @@ def injection_of(call: Call, request: Request, layout: Layout) -> Injection:
     if call.given("no-cntlibs") or call.last("cuda-compat-mode") == "disabled":
         work = work.replace(host_driver="", host_cuda="")
     mounts = tuple(mount for mount in injection.mounts if not dropped(call, mount.path, mount.kind))
-    return injection.replace(mounts=mounts, rootfs=work, env=(), gids=())
+    injection = injection.replace(mounts=mounts, rootfs=work, env=(), gids=())
+    if (request.mig_config or request.mig_monitor) and (gpus := mig_capable(root, selection)):
+        return _managing(injection, root, facts, [minor for gpu in gpus for minor in cap_minors(root, gpu)])
+    return injection, ()
+
+
+def _managing(
+    injection: Injection, root: str, facts: NodeFacts, minors: list[int]
+) -> tuple[Injection, tuple[tuple[int, int], ...]]:
+    """For who partitions GPUs: the capabilities and their nodes as whole folders, as instances come and go."""
+    proc = below(procfs.proc_root(root), CAPABILITIES_FOLDER)
+    mounts = [Mount(proc, CAPABILITIES_FOLDER, ("ro", "nosuid", "nodev", "noexec"), "proc")]
+    caps = facts.major("nvidia-caps")
+    folder = below(facts.dev_root, CAPS_FOLDER)
+    inside = tuple(node for node in injection.devices if node.path.startswith(f"{CAPS_FOLDER}/"))
+    if caps < 0 or not os.path.isdir(folder):
+        return injection.replace(mounts=(*injection.mounts, *mounts), proc_mig=()), ()
+    mounts.append(Mount(folder, CAPS_FOLDER, ("nosuid", "noexec"), "device"))
+    others = tuple(node for node in injection.devices if node not in inside)
+    rules = (*((node.major, node.minor) for node in inside), *((caps, minor) for minor in minors))
+    return injection.replace(devices=others, mounts=(*injection.mounts, *mounts), proc_mig=()), rules
 
 
 def _asks_for_arch(request: Request) -> bool:

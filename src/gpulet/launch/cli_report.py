@@ -171,7 +171,7 @@ def paths(call: Call) -> list[str]:
     if everything or call.given("device"):
         found += _device_paths(facts, selection, management=call.given("mig-config") or call.given("mig-monitor"))
     found += [f"{devices.IMEX_FOLDER}/channel{channel}" for channel in asked]
-    found += _management_paths(call, facts, selection)
+    found += _management_paths(call, root, facts, selection)
     if everything or any(call.given(name) for name in ("binaries", "libraries", "ipcs", "firmwares")):
         found += _file_paths(call, root, facts.driver, everything)
     return found
@@ -200,8 +200,8 @@ def _caps(facts: NodeFacts, mig: MigDevice) -> Iterator[str]:
                 yield f"{devices.CAPS_FOLDER}/nvidia-cap{minor}"
 
 
-def _management_paths(call: Call, facts: NodeFacts, selection: Selection) -> Iterator[str]:
-    gpus = [gpu for gpu in selection.gpus if gpu.mig_capable]
+def _management_paths(call: Call, root: str, facts: NodeFacts, selection: Selection) -> Iterator[str]:
+    gpus = mig_capable(root, selection)
     for name, minor in zip(("config", "monitor"), facts.mig_minors, strict=True):
         if not call.joined(f"mig-{name}") or not gpus:
             continue
@@ -212,8 +212,20 @@ def _management_paths(call: Call, facts: NodeFacts, selection: Selection) -> Ite
             yield f"{CAPABILITIES}/gpu{gpu.minor}"
             if facts.major("nvidia-caps") >= 0:
                 yield devices.CAPS_FOLDER
-                for mig in gpu.mig:
-                    yield from _caps(facts, mig)
+                yield from (f"{devices.CAPS_FOLDER}/nvidia-cap{minor}" for minor in cap_minors(root, gpu))
+
+
+def mig_capable(root: str, selection: Selection) -> list[Gpu]:
+    """The selected GPUs that can be partitioned: the driver has a capabilities folder for each of them."""
+    proc = procfs.proc_root(root)
+    return [gpu for gpu in selection.gpus if os.path.isdir(below(proc, f"{CAPABILITIES}/gpu{gpu.minor}"))]
+
+
+def cap_minors(root: str, gpu: Gpu) -> list[int]:
+    """The minors of a GPU's instances, those that don't exist yet too: who partitions it must open them at once."""
+    text = procfs.read_text(below(procfs.proc_root(root), procfs.MIG_MINORS)) or ""
+    rows = [line.split() for line in text.splitlines() if line.startswith(f"gpu{gpu.minor}/")]
+    return [int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()]
 
 
 def _file_paths(call: Call, root: str, version: str, everything: bool) -> Iterator[str]:
