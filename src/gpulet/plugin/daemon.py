@@ -11,10 +11,12 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpulet.errors import ConfigError, GpuletError, NodeError, NvmlError
 from gpulet.node.gpu import NodeFacts
+from gpulet.plugin import mps
 from gpulet.plugin.allocate import Surroundings
 from gpulet.plugin.config import Config
 from gpulet.plugin.health import NvmlState
@@ -78,6 +80,8 @@ def generation(config: Config, facts: NodeFacts, publish: Publish, before: NodeF
     answering = {gpu.uuid for gpu in facts.gpus}
     facts = with_lost(facts, before)
     offered = inventory(facts, config)
+    if config.mps_active:
+        mps.check(offered.resources)
     imex = imex_channels(config)
     classes = publish(config, facts, imex) if config.cdi else ()
     surroundings = Surroundings(control_nodes(config.lookup_dev_root), imex, classes)
@@ -211,8 +215,15 @@ class Daemon:
 
     def _begin(self, name: str, offer: Offer) -> None:
         observe, notify = (self._metrics.observe, self._metrics.notify) if self._metrics else (None, None)
+        shared = any(device.replicas for device in offer.resource.devices)
+        gate = partial(mps.problem, name, offer.config) if offer.config.mps_active and shared else None
         agent = Agent(
-            offer.config.kubelet_socket_dir, offer.config.kubelet_socket, offer, observe=observe, notify=notify
+            offer.config.kubelet_socket_dir,
+            offer.config.kubelet_socket,
+            offer,
+            observe=observe,
+            notify=notify,
+            gate=gate,
         )
         self.agents[name] = agent
         task = asyncio.get_running_loop().create_task(agent.run(), name=name)
@@ -232,8 +243,9 @@ class Daemon:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _place(config: Config) -> tuple[str, str]:
-    return config.kubelet_socket_dir, config.kubelet_socket
+def _place(config: Config) -> tuple[str, str, str]:
+    """What an agent can't change while it lives."""
+    return config.kubelet_socket_dir, config.kubelet_socket, config.mps_root if config.mps_active else ""
 
 
 def _signature(config: Config) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ import os
 import random
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,7 +132,8 @@ async def _alive(path: str) -> bool:
 class Agent:
     """Keeps one resource served and registered until it is stopped.
 
-    kubelet_socket "": serve, don't register. notify: called with "registered", "failed" or "yielded".
+    kubelet_socket "": serve, don't register. notify: called with the resource and "registered", "failed", "waiting" or
+    "yielded". gate: asked before each attempt to register, "" or what has to be waited for.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Agent:
         *,
         observe: Callable[[str, str, float], None] | None = None,
         notify: Callable[[str, str], None] | None = None,
+        gate: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         self.name = offer.resource.name
         self.endpoint = offer.resource.endpoint
@@ -152,6 +154,7 @@ class Agent:
         self._offer = offer
         self._server: Server | None = None
         self._server_args: tuple[Any, ...] = (observe,) if observe else ()
+        self._gate = gate
         self._notify = notify or (lambda resource, event: None)
 
     @property
@@ -192,6 +195,12 @@ class Agent:
 
     async def _enlist(self, kubelet: Identity | None) -> None:
         await self._withdraw()
+        problem = await self._gate() if self._gate else ""
+        if problem:
+            self.state = failed(self.state, kubelet, time.monotonic(), random.random())
+            log.warning("%s: %s", self.name, problem)
+            self._notify(self.name, "waiting")
+            return
         try:
             await self._serve()
             await register(self._kubelet_socket, self.endpoint, self.name)

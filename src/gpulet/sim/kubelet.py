@@ -8,7 +8,6 @@ for a preferred allocation before Allocate, and writes its checkpoint before a c
 from __future__ import annotations
 
 import os
-import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -117,7 +116,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a plugin that goes away is no news for the terminal
         self.folder.mkdir(mode=0o750, parents=True, exist_ok=True)
         for entry in self.folder.iterdir():
-            if stat.S_ISSOCK(entry.lstat().st_mode):
+            if entry.is_socket():
                 entry.unlink(missing_ok=True)
         with self._changed:
             self._ledger.read()
