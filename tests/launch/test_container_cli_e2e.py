@@ -159,3 +159,23 @@ def test_a_slice_is_all_that_its_container_sees(bundle: Bundle, tmp_path: Path) 
     assert len([gpu for gpu in seen["nvml"] if gpu["uuid"].startswith("MIG-")]) == 1
     assert len([path for path in seen["devices"] if "/nvidia-caps/" in path]) == 2
     assert 1 in seen["denied"]
+
+
+@pytest.mark.parametrize("libc", ["musl", "none"])
+def test_images_without_glibc_start_and_see_their_nodes(tmp_path: Path, node: SimNode, libc: str) -> None:
+    if libc == "musl" and not list(Path("/lib").glob("ld-musl-*")):
+        pytest.skip("musl is not installed")
+    bundle = Bundle(tmp_path, libc)
+    hook = bundle.hook("prestart", configure(bundle, node, "--device=2 --compute --utility"))
+    script = "ls /dev; cat /etc/ld-musl-*.path 2>/dev/null; ls -l /etc"
+    done = bundle.run(config(["/bin/sh", "-c", script], hooks={"prestart": [hook]}))
+    assert done.returncode == 0, done.stderr
+    assert "nvidia2" in done.stdout.split()
+    assert ("/usr/lib64" in done.stdout.split()) is (libc == "musl")
+    assert ("ld.so.cache" in done.stdout) is (libc == "none")
+
+
+def test_a_read_only_container_starts(bundle: Bundle, node: SimNode) -> None:
+    hook = bundle.hook("prestart", configure(bundle, node, "--device=2 --compute --utility"))
+    seen = probed(bundle.run(config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]}, root={"readonly": True})))
+    assert seen["libraries"]["libcuda.so.1"]

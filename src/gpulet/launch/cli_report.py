@@ -48,7 +48,7 @@ def node_facts(call: Call, ids: Iterable[str], *, nvml: bool = False) -> NodeFac
     from gpulet.node import nvml as library
 
     try:
-        return library.facts(root)
+        return library.facts(root, links=False)
     except NodeError as error:
         raise Failure("initialization error", error) from error
 
