@@ -30,6 +30,7 @@ API_VERSION = "v1beta1"
 LOOK_EVERY = 0.1  # seconds
 REGISTER_TIMEOUT = 10.0  # seconds; the kubelet itself gives a plugin 10 s to answer its call back
 STREAM_GRACE = 1.0  # seconds without a stream before we think that the kubelet lost us
+GATE_DOUBLINGS = 4  # what we wait for is on this node and comes soon: look again after 1.6 s at most
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds between failed attempts
 
 Identity = tuple[int, int, int]  # device, inode, modification time: a new socket may get the old one's inode, and
@@ -197,7 +198,8 @@ class Agent:
         await self._withdraw()
         problem = await self._gate() if self._gate else ""
         if problem:
-            self.state = failed(self.state, kubelet, time.monotonic(), random.random())
+            state = replace(self.state, failures=min(self.state.failures, GATE_DOUBLINGS))
+            self.state = failed(state, kubelet, time.monotonic(), random.random())
             log.warning("%s: %s", self.name, problem)
             self._notify(self.name, "waiting")
             return

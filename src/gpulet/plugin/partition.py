@@ -28,6 +28,11 @@ class Partitioner:
         self._bit = {gpu: bit for bit, gpu in enumerate(order)}
         self._scores = [[0 if a == b else scores[a][b] for b in order] for a in order]
         self._swaps = _verified(self._scores, siblings)
+        self._nearest = [
+            sorted(((other, score) for other, score in enumerate(row) if other != bit), key=lambda item: -item[1])
+            for bit, row in enumerate(self._scores)
+        ]
+        self._bounds: dict[tuple[int, int], int] = {}
         self._best: dict[tuple[int, int], int] = {}
         self._canonical: dict[int, int] = {}
 
@@ -93,6 +98,22 @@ class Partitioner:
             self._canonical[mask] = found
         return found
 
+    def _bound(self, mask: int, size: int) -> int:
+        """No split of these GPUs scores more: each GPU has at most size - 1 others in its set, at best its nearest."""
+        found = self._bounds.get((mask, size))
+        if found is None:
+            total = 0
+            for bit in _bits(mask):
+                left = size - 1
+                for other, score in self._nearest[bit]:
+                    if not left:
+                        break
+                    if mask >> other & 1:
+                        total += score
+                        left -= 1
+            found = self._bounds[mask, size] = total // 2
+        return found
+
     def _split(self, mask: int, size: int) -> int:
         """The greatest sum of scores when these GPUs are split into sets of `size` and one of the rest."""
         mask = self._canon(mask)
@@ -118,7 +139,9 @@ class Partitioner:
             score = _pairs(self._scores, members)
             if score > reached.get(state, -1):
                 reached[state] = score
-        for state, score in reached.items():
+        promising = sorted(((score + self._bound(state, size), score, state) for state, score in reached.items()))
+        while promising and promising[-1][0] > best:
+            _, score, state = promising.pop()
             best = max(best, score + self._split(state, size))
         self._best[mask, size] = best
         return best

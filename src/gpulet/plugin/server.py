@@ -156,7 +156,8 @@ class Server(rpc.DevicePluginServicer):  # type: ignore[misc]
             required = list(item.must_include_deviceIDs)
             chosen: list[str] = []
             if prefer is not None:
-                chosen = prefer(list(item.available_deviceIDs), required, item.allocation_size)
+                # in a thread: on a machine without any symmetry it may take long, and the streams must go on
+                chosen = await asyncio.to_thread(prefer, list(item.available_deviceIDs), required, item.allocation_size)
             answers.append(pb.ContainerPreferredAllocationResponse(deviceIDs=chosen))
         self._observe("GetPreferredAllocation", "OK", time.perf_counter() - began)
         return pb.PreferredAllocationResponse(container_responses=answers)
