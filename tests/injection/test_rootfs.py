@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gpulet import linux
 from gpulet.errors import StepFailed
 from gpulet.injection import rootfs
 from gpulet.injection.model import Mount, RootfsWork, SymLink
@@ -18,6 +19,12 @@ from support.made_elf import I386, library
 from support.namespaced import tree
 
 LIB = "/usr/lib/x86_64-linux-gnu"
+
+
+@pytest.fixture(autouse=True, params=["openat2", "by hand"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything once as on a kernel of today, and once as on one without openat2."""
+    monkeypatch.setattr(linux, "_have_openat2", request.param == "openat2")
 
 
 @pytest.fixture
