@@ -239,3 +239,53 @@ def test_requirements_are_held_in_mode_cdi_too(machine: Machine) -> None:
     done = machine.run("gpulet-runtime", "create", "--bundle", str(machine.bundle), "x")
     assert done.returncode == 1
     assert "unsatisfied condition: cuda>=99" in done.stderr
+
+
+@pytest.fixture
+def tegra(machine: Machine) -> Machine:
+    """A node with a Tegra's signs and lists instead of a driver."""
+    lists = machine.folder / "lists"
+    lists.mkdir()
+    root = machine.folder / "tegra"
+    library = "/usr/lib/aarch64-linux-gnu/nvidia/libcuda.so.1.1"
+    for name in (library, "/etc/nv_tegra_release", "/usr/share/more"):
+        path = root / name[1:]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (root / "dev").mkdir()
+    os.mknod(root / "dev/nvhost-gpu", 0o020666, os.makedev(505, 1))
+    (root / "usr/lib/aarch64-linux-gnu/nvidia/libcuda.so").symlink_to("libcuda.so.1.1")
+    link = "/usr/lib/aarch64-linux-gnu/nvidia/libcuda.so"
+    (lists / "l4t.csv").write_text(f"lib, {library}\ndev, /dev/nvhost-gpu\nsym, {link}\ndir, /nowhere\n")
+    (lists / "other.csv").write_text("lib, /usr/share/more\n")
+    machine.root = root
+    machine.configure(rest=f"[nvidia-container-runtime.modes.csv]\nmount-spec-path = '{lists}'\n")
+    return machine
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("env", "nodes_wanted", "more"),
+    [
+        ((f"{V}=all",), ["nvhost-gpu"], False),
+        ((f"{V}=0",), ["nvhost-gpu"], False),
+        ((f"{V}=none",), [], False),  # the peer gives all GPUs
+        ((f"{V}=all", "NVIDIA_REQUIRE_JETPACK=csv-mounts=all"), ["nvhost-gpu"], True),
+    ],
+)
+def test_a_tegra_goes_by_its_lists(tegra: Machine, env: tuple[str, ...], nodes_wanted: list[str], more: bool) -> None:
+    after = tegra.create(config(*env))
+    assert nodes(after) == nodes_wanted
+    places = [mount["destination"] for mount in after["mounts"]]
+    assert "/usr/lib/aarch64-linux-gnu/nvidia/libcuda.so.1.1" in places
+    assert ("/usr/share/more" in places) is more
+    assert f"{V}=void" in after["process"]["env"]
+    assert (tegra.bundle / "rootfs/usr/lib/aarch64-linux-gnu/nvidia/libcuda.so").is_symlink()
+
+
+@pytest.mark.root
+def test_a_tegra_has_one_gpu(tegra: Machine) -> None:
+    tegra.make(config(f"{V}=1"))
+    done = tegra.run("gpulet-runtime", "create", "--bundle", str(tegra.bundle), "x")
+    assert done.returncode == 1
+    assert "unknown device of a Tegra" in done.stderr

@@ -4,6 +4,7 @@ container's root file system. `gpulet explain` prints what this makes.
     legacy           a prestart hook that calls the container CLI on the live container
     cdi              the edits of CDI specifications in the spec folders
     jit-cdi (auto)   the Injection that build.py makes from this node's facts
+    csv              the files that a Tegra's lists name (auto, on such a node)
 
 In the CDI modes the hooks that engines took from CDI specifications are taken over: their work is done beneath the root
 before the container exists, and they are not run.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import os
 
-from gpulet.errors import ConfigError, EngineError
+from gpulet.errors import EngineError
 from gpulet.injection import oci
 from gpulet.injection.model import Hook, Injection, Mount, RootfsWork
 from gpulet.launch import legacy, programs, sources
@@ -68,8 +69,6 @@ def make(config: dict[str, Any], container: Container, decision: Decision, setti
     """Works out the plan for a decision. Raises CdiError, NodeError, RequestError, ConfigError."""
     if decision.mode == "legacy":
         return _by_prestart_hook(config, container, decision.request, settings)
-    if decision.mode == "csv":
-        raise ConfigError("mode csv (Tegra) isn't built yet", seen="mode = csv", wanted="auto, cdi, jit-cdi or legacy")
     return _direct(config, container, decision, settings)
 
 
@@ -86,7 +85,7 @@ def _direct(config: dict[str, Any], container: Container, decision: Decision, se
     request = decision.request
     injection = Injection()
     if request:
-        injection = sources.injection(request, decision.mode, settings)
+        injection = sources.injection(request, decision.mode, container, settings)
         config = oci.apply(config, injection)
         if cuda.speaks_cuda(settings, container):
             config = oci.put_env(config, CUDA_VISIBLE_DEVICES, cuda.cuda_value(request))
@@ -139,7 +138,7 @@ def _take_over(config: dict[str, Any], work: RootfsWork) -> tuple[dict[str, Any]
     hooks = {**config["hooks"], "prestart": [hook for hook in legacy.prestart(config) if not legacy.is_ours(hook)]}
     names = [str(node.get("path")) for node in (config.get("linux") or {}).get("devices") or ()]
     minors = [int(name[11:]) for name in names if name.startswith("/dev/nvidia") and name[11:].isdigit()]
-    taken, remaining = cdi_hooks.take_over(hooks, minors=minors)
+    taken, remaining = cdi_hooks.take_over(hooks, minors=minors, nodes=names)
     return oci.with_hooks(config, remaining), cdi_hooks.join([work, taken])
 
 

@@ -1,31 +1,79 @@
-"""Where an Injection comes from: CDI specifications by name, or this node's facts.
+"""Where an Injection comes from: CDI specifications by name, this node's facts, or a Tegra's lists of files.
 
 Imports what it needs where it needs it: a container that asks for nothing pays for none of it.
 """
 
 from __future__ import annotations
 
-from gpulet.errors import CdiError, NodeError, RequestError
+import os
+
+from gpulet.errors import CdiError, NodeError, RequestError, UnknownDevice
 from gpulet.injection.model import Injection
 from gpulet.request.devices import is_qualified
-from gpulet.settings import DRIVER_CAPABILITIES, Settings
+from gpulet.settings import DRIVER_CAPABILITIES, VISIBLE_DEVICES, Settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpulet.node.gpu import NodeFacts
+    from gpulet.request.bundle import Container
     from gpulet.request.model import Request
 
 AUTOMATIC = "runtime.nvidia.com/gpu="  # CDI names that mean: as the runtime finds the device itself
+USUAL_LISTS = ("l4t.csv", "drivers.csv", "devices.csv")
 
 
-def injection(request: Request, mode: str, settings: Settings) -> Injection:
+def injection(request: Request, mode: str, container: Container, settings: Settings) -> Injection:
     """What a request brings. Raises CdiError, NodeError, RequestError, RequirementNotMet."""
     names = cdi_names(request, mode, settings)
     if names:
         _check_requirements(request, settings, None)
         return _resolve(names, request, settings)
-    plain = tuple(device.removeprefix(AUTOMATIC) for device in request.devices)
-    return _from_node(request.replace(devices=plain), settings)
+    request = request.replace(devices=tuple(device.removeprefix(AUTOMATIC) for device in request.devices))
+    if mode == "csv" or (settings.mode == "auto" and _is_tegra(settings.driver_root())):
+        _check_requirements(request, settings, None)
+        return _from_lists(request, container, settings)
+    return _from_node(request, settings)
+
+
+def _is_tegra(root: str) -> bool:
+    """Whether the node's GPU is a Tegra's own. Most nodes answer with two looks at files that aren't there."""
+    signs = ("etc/nv_tegra_release", "sys/devices/soc0/family")
+    if not any(os.path.exists(os.path.join(root, sign)) for sign in signs):
+        return False
+    from gpulet.node import platform
+
+    return platform.detect(root).kind == "tegra"
+
+
+def _from_lists(request: Request, container: Container, settings: Settings) -> Injection:
+    """Mode csv. A container gets the usual lists, or every one where NVIDIA_REQUIRE_JETPACK is "csv-mounts=all"."""
+    from gpulet.injection import csv_files
+
+    folder = settings.csv_mount_spec_path
+    names = (
+        sorted(name for name in os.listdir(folder) if name.lower().endswith(".csv")) if os.path.isdir(folder) else []
+    )
+    if container.variable("NVIDIA_REQUIRE_JETPACK") != "csv-mounts=all":
+        names = [name for name in names if name in USUAL_LISTS]
+    if not names:
+        raise UnknownDevice(
+            "no lists of files for mode csv",
+            seen=folder,
+            wanted=" ".join(USUAL_LISTS),
+            remedy="install JetPack's nvidia-container packages, or correct modes.csv.mount-spec-path",
+        )
+    strange = [device for device in request.devices if device not in ("0", "all")]
+    if strange:
+        raise UnknownDevice("unknown device of a Tegra", seen=",".join(strange), wanted="0 or all")
+    rows = csv_files.read(settings.driver_root(), [f"{folder}/{name}" for name in names])
+    found = csv_files.injection(rows, settings.driver_root(), **_compat_folder(settings))
+    # "none" is driver files and no GPU (the peer gives all of them)
+    devices = found.devices if request.devices else ()
+    return found.replace(devices=devices, env=(*found.env, (VISIBLE_DEVICES, "void")))
+
+
+def _compat_folder(settings: Settings) -> dict[str, str]:
+    return {"compat_folder": settings.csv_compat_root} if settings.csv_compat_root else {}
 
 
 def cdi_names(request: Request, mode: str, settings: Settings) -> tuple[str, ...]:
@@ -71,6 +119,7 @@ def _from_node(request: Request, settings: Settings) -> Injection:
 
     root = settings.driver_root()
     facts = procfs.facts(root)
+    _check_requirements(request, settings, facts)
     if procfs.needs_nvml(facts, request.devices):
         # the specification that the plugin or `gpulet cdi generate` wrote knows MIG devices too, and costs no NVML
         try:
@@ -79,7 +128,6 @@ def _from_node(request: Request, settings: Settings) -> Injection:
             from gpulet.node import nvml
 
             facts = nvml.facts(root)
-    _check_requirements(request, settings, facts)
     files = driver.find(root, version=facts.driver, ldcache=settings.cli_ldcache)
     if set(DRIVER_CAPABILITIES) <= set(request.capabilities):
         request = request.replace(capabilities=("all",))  # with the files that belong to none of them
