@@ -102,7 +102,7 @@ def test_vendor_class_flags_and_disabled_hooks(capsys: Out, h100: node.SimNode) 
 
 
 def test_targets_stay_below_what_they_read(capsys: Out, h100: node.SimNode) -> None:
-    assert generate(capsys, h100)["cdiVersion"] == "0.6.0"  # the stamp needs that
+    assert generate(capsys, h100)["cdiVersion"] >= "0.6.0"  # the stamp needs that, groups need more
     old = generate(capsys, h100, "--target", "containerd=1.7")
     assert old["cdiVersion"] == "0.5.0" and "annotations" not in old
     older = generate(capsys, h100, "--target", "podman=4.9")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from gpulet.commands.node import look
@@ -78,10 +78,14 @@ def generate_spec(options: Options) -> tuple[dict[str, Any], NodeFacts | None]:
 
 
 def _lower(mode: str, options: Options, facts: NodeFacts, highest: str) -> dict[str, Any]:
-    """The spec with the younger features given up, one after the other, until the target reads it."""
-    for change in ({}, {"flags": (*options.flags, FLAGS[0])}, {"names": _older(options.names)}):
-        options = Options(**{**options.__dict__, **change})
-        spec = _spec(mode, options, facts, {})
+    """The spec with younger features given up until the target reads it: the stamp or the groups, both, then names
+    that begin with a digit. Raises CdiError where that isn't enough.
+    """
+    stamp = cdi_fingerprint.fingerprint(facts)
+    groups: dict[str, Any] = {"flags": (*options.flags, FLAGS[0])}
+    names = {"names": _older(options.names)}
+    for made_of, change in ((stamp, groups), ({}, {}), ({}, groups), ({}, groups | names)):
+        spec = _spec(mode, replace(options, **change), facts, made_of)
         left = cdi_targets.above(spec, highest)
         if not left:
             return spec

@@ -221,6 +221,7 @@ def merge(parts: Iterable[Injection]) -> Injection:
             ),
             any(work.freeze_device_nodes for work in works),
             tuple(sorted({minor for work in works for minor in work.profile_minors})),
+            tuple(dict.fromkeys(link for work in works for link in work.device_links)),
         ),
         tuple(dict.fromkeys(bus_id for part in parts for bus_id in part.proc_gpus)),
         tuple(dict.fromkeys(path for part in parts for path in part.proc_mig)),

@@ -6,6 +6,8 @@ programs in launch/.
 
 from __future__ import annotations
 
+import os
+
 from gpulet.injection.model import Hook, Injection, RootfsWork, SymLink
 
 TYPE_CHECKING = False
@@ -18,10 +20,11 @@ PROGRAMS = ("gpulet-cdi-hook", "nvidia-cdi-hook", "nvidia-ctk")
 _COMMANDS = {
     "prepare": {
         "link": True,
+        "device-link": True,
         "folder": True,
         "host-driver-version": True,
         "host-cuda-version": True,
-        "compat-folder": True,
+        "cuda-compat-container-root": True,
         "freeze-device-nodes": False,
         "application-profile": False,
     },
@@ -40,6 +43,8 @@ def hook_args(program: str, work: RootfsWork, *, profile: bool) -> list[str]:
     args = [program, "prepare"]
     for link in work.links:
         args += ["--link", f"{link.target}::{link.path}"]
+    for link in work.device_links:
+        args += ["--device-link", f"{link.target}::{link.path}"]
     for folder in work.folders:
         args += ["--folder", folder]
     if work.host_driver:
@@ -47,7 +52,7 @@ def hook_args(program: str, work: RootfsWork, *, profile: bool) -> list[str]:
     if work.host_cuda:
         args += ["--host-cuda-version", work.host_cuda]
     if work.compat_folder != RootfsWork.compat_folder:
-        args += ["--compat-folder", work.compat_folder]
+        args += ["--cuda-compat-container-root", work.compat_folder]
     if work.freeze_device_nodes:
         args.append("--freeze-device-nodes")
     if profile:
@@ -72,10 +77,26 @@ def _options(words: Sequence[str], known: Mapping[str, bool]) -> list[tuple[str,
     return found
 
 
-def understand(path: str, args: Sequence[str], minors: Iterable[int] = ()) -> RootfsWork | None:
+def leads_to(link: SymLink) -> str:
+    """The path that a link ends at, by its text."""
+    if link.target.startswith("/"):
+        return os.path.normpath(link.target)
+    return os.path.normpath(f"{link.path.rpartition('/')[0]}/{link.target}")
+
+
+def _pairs(options: Sequence[tuple[str, str]], wanted: str) -> list[SymLink] | None:
+    """The TARGET::LINK values of an option, None where one has another form."""
+    pairs = [value.split("::") for name, value in options if name == wanted]
+    return [SymLink(*pair) for pair in pairs] if all(len(pair) == 2 for pair in pairs) else None
+
+
+def understand(
+    path: str, args: Sequence[str], minors: Iterable[int] = (), nodes: Iterable[str] = ()
+) -> RootfsWork | None:
     """What a hook asks for, None where it isn't one of these hooks or asks for something that isn't known.
 
-    minors: of the container's GPUs, which an application-profile hook would look up in its /dev.
+    minors: of the container's GPUs, which an application-profile hook would look up in its /dev; nodes: paths of its
+    device nodes, by which links to such are chosen.
     """
     if path.rpartition("/")[2].removesuffix(".real") not in PROGRAMS:
         return None
@@ -90,17 +111,18 @@ def understand(path: str, args: Sequence[str], minors: Iterable[int] = ()) -> Ro
     options = _options(words[1:], {**_EVERYWHERE, **_COMMANDS[command]})
     if options is None:
         return None
-    links = [tuple(value.split("::")) for name, value in options if name == "link"]
-    if any(len(link) != 2 for link in links):
+    links, beside = _pairs(options, "link"), _pairs(options, "device-link")
+    if links is None or beside is None:
         return None
+    present = set(nodes)
     said = dict(options)
     profile = command == "update-application-profile" or "application-profile" in said
     return RootfsWork(
-        tuple(SymLink(target, link) for target, link in links),
+        (*links, *(link for link in beside if leads_to(link) in present)),
         tuple(value for name, value in options if name == "folder"),
         said.get("host-driver-version", ""),
         said.get("host-cuda-version", ""),
-        said.get("compat-folder") or said.get("cuda-compat-container-root") or RootfsWork.compat_folder,
+        said.get("cuda-compat-container-root") or RootfsWork.compat_folder,
         command == "disable-device-node-modification" or "freeze-device-nodes" in said,
         tuple(minors) if profile else (),
     )
@@ -118,24 +140,27 @@ def join(works: Iterable[RootfsWork]) -> RootfsWork:
         compat[0] if compat else RootfsWork.compat_folder,
         any(work.freeze_device_nodes for work in works),
         tuple(sorted({minor for work in works for minor in work.profile_minors})),
+        tuple(dict.fromkeys(link for work in works for link in work.device_links)),
     )
 
 
 def take_over(
-    hooks: Mapping[str, Sequence[Mapping[str, Any]]], *, minors: Iterable[int] = ()
+    hooks: Mapping[str, Sequence[Mapping[str, Any]]], *, minors: Iterable[int] = (), nodes: Iterable[str] = ()
 ) -> tuple[RootfsWork, dict[str, list[Mapping[str, Any]]]]:
     """(work, hooks that remain) of config.json's `hooks`: stage -> hooks. A stage left without any is dropped.
 
     Only createContainer hooks are taken over: the others of these programs don't run before the container's start.
-    minors: of the container's GPUs, for the application profile.
+    minors: of the container's GPUs, for the application profile; nodes: paths of its device nodes.
     """
     works: list[RootfsWork] = []
     remaining: dict[str, list[Mapping[str, Any]]] = {}
-    minors = tuple(minors)
+    minors, nodes = tuple(minors), tuple(nodes)
     for stage, items in hooks.items():
         for hook in items or ():
             work = (
-                understand(hook.get("path", ""), hook.get("args") or (), minors) if stage == "createContainer" else None
+                understand(hook.get("path", ""), hook.get("args") or (), minors, nodes)
+                if stage == "createContainer"
+                else None
             )
             if work is None:
                 remaining.setdefault(stage, []).append(hook)
@@ -147,9 +172,10 @@ def take_over(
 def absorb(injection: Injection) -> Injection:
     """The injection with its preparing hooks turned into work on the root file system."""
     minors = [node.minor for node in injection.devices if _is_gpu(node.path)]
+    nodes = [node.path for node in injection.devices]
     works, others = [injection.rootfs], []
     for hook in injection.hooks:
-        work = understand(hook.path, hook.args, minors) if hook.stage == "createContainer" else None
+        work = understand(hook.path, hook.args, minors, nodes) if hook.stage == "createContainer" else None
         if work is None:
             others.append(hook)
         else:

@@ -7,7 +7,7 @@ import os
 from gpulet.errors import CdiError
 from gpulet.injection import build, cdi_rules
 from gpulet.injection.cdi_hooks import hook_args
-from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork
+from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork, SymLink
 from gpulet.injection.select import Selection, select
 from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
 
@@ -138,7 +138,7 @@ def _less(work: RootfsWork, without: Sequence[str]) -> RootfsWork:
     if "all" in without:
         return RootfsWork()
     changes: dict[str, Any] = {
-        "create-symlinks": {"links": ()},
+        "create-symlinks": {"links": (), "device_links": ()},
         "update-ldcache": {"folders": ()},
         "enable-cuda-compat": {"host_driver": "", "host_cuda": ""},
         "disable-device-node-modification": {"freeze_device_nodes": False},
@@ -203,6 +203,7 @@ def make_spec(
         )
 
     shared = build.common(facts, files, dev_root=dev_root, sockets=sockets, mps=False)
+    beside: list[SymLink] = []
     found: dict[str, dict[str, Any]] = {}
     each: list[Injection] = []
     wanted = select(facts, ids)
@@ -210,11 +211,14 @@ def make_spec(
         if device not in wanted.gpus and device not in wanted.migs:
             continue
         injection = build.device(facts, selection, dev_root=dev_root)
+        beside.extend(injection.rootfs.links)  # for the common hook, so that a container has but one
+        injection = injection.replace(rootfs=RootfsWork())
         each.append(injection)
         for name in _names(device, names):
             found[name] = edits(injection)
     if all_device and each:
         found["all"] = edits(build.merge(each))
+    shared = shared.replace(rootfs=shared.rootfs.replace(device_links=tuple(dict.fromkeys(beside))))
     return assemble(f"{vendor}/{cls}", found, edits(shared, profile=True), annotations or {})
 
 

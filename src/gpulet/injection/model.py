@@ -60,7 +60,8 @@ class RootfsWork(Value):
     version where the image's forward-compatibility libraries are to be weighed against it, else ""; host_cuda: the
     CUDA version for the same on Tegra; compat_folder: where the image keeps those libraries; freeze_device_nodes:
     hide ModifyDeviceFiles so that the driver makes no device nodes in the container; profile_minors: GPU minors for
-    EGLVisibleDGPUDevices in the application profile, () for none.
+    EGLVisibleDGPUDevices in the application profile, () for none; device_links: links beside device nodes, each wanted
+    only where the node that it leads to is in the container.
     """
 
     links: tuple[SymLink, ...] = ()
@@ -70,6 +71,7 @@ class RootfsWork(Value):
     compat_folder: str = "/usr/local/cuda/compat"
     freeze_device_nodes: bool = False
     profile_minors: tuple[int, ...] = ()
+    device_links: tuple[SymLink, ...] = ()
 
     def empty(self) -> bool:
         """Whether nothing at all is to be done."""
@@ -80,6 +82,7 @@ class RootfsWork(Value):
             or self.host_cuda
             or self.freeze_device_nodes
             or self.profile_minors
+            or self.device_links
         )
 
 

@@ -24,7 +24,7 @@ SWITCHES = ("debug", "quiet", "help")
 # hook -> its flags; those in SWITCHED take no value
 FLAGS = {
     "prepare": (
-        "link", "folder", "host-driver-version", "host-cuda-version", "cuda-compat-container-root",
+        "link", "device-link", "folder", "host-driver-version", "host-cuda-version", "cuda-compat-container-root",
         "freeze-device-nodes", "application-profile",
     ),
     "create-symlinks": ("link",),
@@ -112,9 +112,12 @@ def run(hook: str, options: Options, root: str) -> None:
     """Does a hook's work in the container whose root file system is the folder `root`."""
     from gpulet.injection import rootfs
     from gpulet.injection.beneath import Root
+    from gpulet.injection.cdi_hooks import leads_to
 
     work = work_of(options)
     with Root(root) as held:
+        present = tuple(link for link in work.device_links if held.exists(leads_to(link)))
+        work = work.replace(links=work.links + present, device_links=())
         _unless_read_only(lambda: rootfs.carry_out(held, work))
         if hook == "update-application-profile" or options.on("application-profile"):
             minors = rootfs.visible_minors(held)
@@ -133,19 +136,24 @@ def run(hook: str, options: Options, root: str) -> None:
 
 def work_of(options: Options) -> RootfsWork:
     """The work that flags ask for. Raises UsageError."""
-    links = []
-    for value in options.all("link"):
-        parts = value.split("::")
-        if len(parts) != 2 or not all(parts):
-            raise UsageError("flag --link", seen=value, wanted="TARGET::LINK")
-        links.append(SymLink(parts[0], parts[1]))
     return RootfsWork(
-        tuple(links),
+        _links(options, "link"),
         tuple(dict.fromkeys(folder for value in options.all("folder") for folder in value.split(",") if folder)),
         options.last("host-driver-version"),
         options.last("host-cuda-version"),
         options.last("cuda-compat-container-root", RootfsWork.compat_folder),
+        device_links=_links(options, "device-link"),
     )
+
+
+def _links(options: Options, flag: str) -> tuple[SymLink, ...]:
+    links = []
+    for value in options.all(flag):
+        parts = value.split("::")
+        if len(parts) != 2 or not all(parts):
+            raise UsageError(f"flag --{flag}", seen=value, wanted="TARGET::LINK")
+        links.append(SymLink(parts[0], parts[1]))
+    return tuple(links)
 
 
 def change_modes(root: Root, mode: str, paths: Sequence[str]) -> None:

@@ -74,11 +74,21 @@ class _Search:
         root = self.root.rstrip("/")
         return folder[len(root) :] if root and folder.startswith(root + "/") else folder
 
-    def real(self, folder: str) -> str:
-        """The folder with its links followed beneath the root; an absolute link would lead the kernel out of it."""
-        if folder not in self.resolved:
-            self.resolved[folder] = resolve(self.root, folder)
-        return self.resolved[folder]
+    def real(self, path: str) -> str:
+        """The path with its links followed beneath the root; an absolute link would lead the kernel out of it.
+
+        Remembered for each folder on the way, since most paths share theirs.
+        """
+        if path not in self.resolved:
+            folder, _, name = path.rpartition("/")
+            here = f"{self.real(folder) if folder else ''}/{name}"
+            try:
+                os.readlink(below(self.root, here))
+            except OSError:  # no link
+                self.resolved[path] = here
+            else:
+                self.resolved[path] = resolve(self.root, here)
+        return self.resolved[path]
 
     def exists(self, path: str) -> bool:
         """Whether there is something at `path` below the root, be it a link."""
@@ -109,7 +119,7 @@ class _Search:
             here = next((mark for mark in marks if self.exists(f"{candidate}/{mark}")), "")
             if not here:
                 continue
-            file = resolve(self.root, f"{candidate}/{here}")  # the link may lead elsewhere: NixOS, alternatives
+            file = self.real(f"{candidate}/{here}")  # the link may lead elsewhere: NixOS, alternatives
             if elf.bits(below(self.root, file)) in (0, bits):
                 found.append(file.rpartition("/")[0])
         return list(dict.fromkeys(found))
@@ -180,7 +190,7 @@ class _Search:
         """The first of the paths that exists, resolved below the root; "" for none."""
         for path in candidates:
             if self.exists(path):
-                real = resolve(self.root, path)
+                real = self.real(path)
                 if os.path.exists(below(self.root, real)):
                     return real
         return ""
@@ -189,7 +199,7 @@ class _Search:
         for name, capability in table.BINARIES.items():
             for path in (f"{folder}/{name}" for folder in table.BINARY_FOLDERS):
                 if self.exists(path):
-                    source = below(self.root, resolve(self.root, path))
+                    source = below(self.root, self.real(path))
                     if os.access(source, os.X_OK):
                         yield DriverFile(path, source, "binary", capability)
                         break
@@ -199,7 +209,7 @@ class _Search:
             for name in sorted(self.names(self.real(folder))):
                 if name.startswith("gsp") and name.endswith(".bin"):
                     path = f"{folder}/{name}"
-                    yield DriverFile(path, below(self.root, resolve(self.root, path)), "firmware")
+                    yield DriverFile(path, below(self.root, self.real(path)), "firmware")
 
     def sockets(self) -> Iterator[DriverFile]:
         for capability, places in table.SOCKETS:
