@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,24 @@ def test_layouts_put_instances_where_the_driver_does() -> None:
         ("2g.10gb", 5, 0, 4),
     ]
     assert _layout("gpu0: 3g.20gb, 2g.10gb, 1g.5gb x2")[0] == ("3g.20gb", 2, 0, 4), "or the small ones find no place"
+
+
+def test_a_gpu_of_twelve_slices_numbers_its_instances_alike() -> None:
+    rtx = description.load_profile("rtxpro6000x8")
+    made = mig.apply(rtx, "gpu3: 2g.48gb-me, 1g.24gb+gfx x2").gpus[3].mig
+    assert [(one.profile, one.gi, one.start) for one in made] == [
+        ("2g.48gb-me", 1, 0),
+        ("1g.24gb+gfx", 5, 6),
+        ("1g.24gb+gfx", 6, 9),
+    ]
+    assert [one.gi for one in mig.apply(rtx, "gpu3: 4g.96gb+gfx").gpus[3].mig] == [0]
+
+
+def test_one_instance_with_all_media_engines_leaves_none_to_others() -> None:
+    rtx = description.load_profile("rtxpro6000x8")
+    assert len(mig.apply(rtx, "gpu0: 1g.24gb+me.all, 1g.24gb-me x3").gpus[0].mig) == 4
+    with pytest.raises(UsageError, match="doesn't fit on gpu0"):
+        mig.apply(rtx, "gpu0: 1g.24gb+me.all, 1g.24gb")
 
 
 def test_mode_on_and_empty_off_and_all() -> None:
@@ -73,6 +92,37 @@ def test_a_change_that_can_not_be_changes_nothing(tmp_path: Path, change: str) -
     assert (made.folder / "node.yaml").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("at 1s gpu 2 xid 79\nat once gpu 2 lost\n", "script line 2 can't be read: at once gpu 2 lost"),
+        ("at 1s gpu 2 xid 79\nat 2s gpu 8 lost\n", "script line 2: no such GPU: gpu 8"),
+        ("gpu 2 xid 79\n", "script line 1 can't be read"),
+        ("at 0.1 mig gpu0 9g.1gb\n", "script line 1: unknown MIG profile: 9g.1gb"),
+    ],
+)
+def test_a_script_with_a_wrong_line_is_refused_as_a_whole(tmp_path: Path, script: str, words: str) -> None:
+    made = node.create(tmp_path / "n", "a100x8")
+    with pytest.raises(UsageError, match=words):
+        inject.read_script(script, made)
+
+
+def test_a_script_is_played_in_the_order_of_its_times(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "a100x8")
+    script = (
+        "# a bad afternoon\nat 0.4s gpu 2 lost\nat 200ms gpu 2 xid 79  # falls off the bus\n\nat 0.01min gpu 2 found\n"
+    )
+    steps = inject.read_script(script, made)
+    assert steps == [(0.2, "gpu 2 xid 79"), (0.4, "gpu 2 lost"), (0.6, "gpu 2 found")]
+    start = time.monotonic()
+    done = [
+        (time.monotonic() - start, change, made.control.read_text()) for _, change in inject.play(made.folder, steps)
+    ]
+    for (when, change, control), (due, wanted) in zip(done, steps, strict=True):
+        assert change == wanted and due <= when < due + 0.15
+        assert control.endswith(f"{wanted}\n"), "each is done before it is told"
+
+
 def test_a_mig_change_brings_tree_and_description_along(tmp_path: Path) -> None:
     made = node.create(tmp_path / "n", "a100x8", mig=["gpu2: 1g.5gb x7"])
     caps = made.root / "dev/nvidia-caps"
@@ -99,10 +149,16 @@ def test_a_simulated_node_can_be_written_down_and_laid_out_again(tmp_path: Path)
     assert made.gpus[0].bus_id in text
 
 
-@pytest.mark.parametrize("profile", ["dgx-1v", "h100x8", "sparse", "gb200x4"])
+LAYOUTS = {
+    "h100x8": ["gpu1: 1c.3g.40gb x2"],
+    "rtxpro6000x8": ["gpu0: 1g.24gb+gfx x2, 2g.48gb-me", "gpu5: 2g.48gb+me.all, 1g.24gb-me", "gpu6: 4g.96gb+gfx"],
+}
+
+
+@pytest.mark.parametrize("profile", ["dgx-1v", "h100x8", "sparse", "gb200x4", "rtxpro6000x8"])
 def test_what_nvml_shows_is_enough_to_lay_out_the_same_node(tmp_path: Path, profile: str) -> None:
     """As on a real machine, where there is no node.yaml to copy."""
-    made = node.create(tmp_path / "n", profile, mig=["gpu1: 1c.3g.40gb x2"] if profile == "h100x8" else [])
+    made = node.create(tmp_path / "n", profile, mig=LAYOUTS.get(profile, []))
     (made.folder / "node.yaml").rename(tmp_path / "hidden.yaml")
     code = (
         "import sys; from pathlib import Path; from gpulet.sim import capture\n"
@@ -112,6 +168,8 @@ def test_what_nvml_shows_is_enough_to_lay_out_the_same_node(tmp_path: Path, prof
     subprocess.run([sys.executable, "-c", code, made.root, file], check=True)
     seen = description.load_profile(str(file))
     assert seen.driver == made.description.driver and seen.imex == made.description.imex
+    assert seen.nvswitches == made.description.nvswitches
+    assert seen.fabricmanager == made.description.fabricmanager
     for gpu, found in zip(made.gpus, seen.gpus, strict=True):
         for name in ("index", "minor", "uuid", "bus_id", "name", "arch", "memory", "pci", "serial", "mig", "model"):
             assert getattr(found, name) == getattr(gpu, name), name
@@ -143,11 +201,19 @@ def test_the_command_line(tmp_path: Path) -> None:
     done = run("create", folder, "--profile", "a100x8", "--gpus", "3", "--mig", "gpu1: 3g.20gb", "--json")
     assert [len(gpu["mig"]) for gpu in json.loads(done.stdout)["gpus"]] == [0, 1, 0], done.stderr
     assert run("inject", folder, "gpu 2 xid 79", "gpu 2 lost").returncode == 0
+    assert run("inject", folder, "gpu 2 found", "gpu 9 lost").returncode == 2, "bad input changes nothing"
     assert (folder / "control").read_text() == "gpu 2 xid 79\ngpu 2 lost\n"
     refused = run("inject", folder, "gpu 7 lost")
     assert refused.returncode == 2
     assert refused.stderr.startswith("gpulet: no such GPU: gpu 7 (wanted 0 to 2)")
+    script = tmp_path / "script"
+    script.write_text("at 10ms gpu 0 xid 31\n")
+    played = run("inject", folder, "--script", script, "--json")
+    assert json.loads(played.stdout) == {"at": 0.01, "change": "gpu 0 xid 31"}
+    assert (folder / "control").read_text().endswith("gpu 0 xid 31\n")
+    assert "--script FILE" in run("inject", folder).stderr
     assert run("capture", tmp_path / "c.yaml", "--driver-root", folder / "root").returncode == 0
     assert len(description.load_profile(str(tmp_path / "c.yaml")).gpus) == 3
     assert "h100x8" in run("profiles").stdout
-    assert run("rootfs", tmp_path / "r", "--libc", "none").stdout.strip() == str(tmp_path / "r")
+    made = json.loads(run("rootfs", tmp_path / "r", "--libc", "none", "--json").stdout)
+    assert Path(made["root"] + made["probe"]).is_file()

@@ -114,6 +114,13 @@ def test_with_nvswitches_the_far_end_is_a_switch_and_no_gpu(tmp_path: Path) -> N
     assert got["p2p"] == [0] * 7
 
 
+def test_switches_below_a_switch_are_a_level_of_their_own(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "rtxpro6000x8")
+    got = ask(made.library_folder / "libnvidia-ml.so.1", LINKS)
+    assert got["levels"][2] == [20, 20, 0, 10, 50, 50, 50, 50]
+    assert got["ends"] == [[]] * 8
+
+
 MIG = """
 n.nvmlInit()
 h = n.nvmlDeviceGetHandleByIndex(0)

@@ -13,6 +13,7 @@ import pytest
 from elftools.elf.elffile import ELFFile
 
 from gpulet.errors import ConfigError, NodeError, UsageError
+from gpulet.node import procfs
 from gpulet.sim import description, devices, elf, files, node, tree
 
 DISCRETE = [name for name in description.profiles() if description.load_profile(name).platform == "discrete"]
@@ -145,11 +146,89 @@ def test_device_nodes_are_those_of_the_description(tmp_path: Path, profile: str)
     assert seen["nvidia-uvm-tools"] == (majors["nvidia-uvm"], 1, 0o666)
     gpus = {name: number for name, number in seen.items() if name.removeprefix("nvidia").isdigit()}
     assert gpus == {f"nvidia{gpu.minor}": (195, gpu.minor, 0o666) for gpu in made.gpus}
+    switches = {f"nvidia-nvswitch{number}": number for number in range(made.description.nvswitches)}
+    if switches:
+        switches["nvidia-nvswitchctl"] = 255
+    assert {name: number[1] for name, number in seen.items() if "nvswitch" in name} == switches
     channels = sorted(name for name in seen if "imex" in name)
     assert channels == [f"nvidia-caps-imex-channels/channel{number}" for number in made.description.imex]
     listed = (made.root / "proc/devices").read_text()
     assert f"{majors['nvidia-uvm']} nvidia-uvm\n" in listed
     assert f"{majors['nvidia-caps']} nvidia-caps\n" in listed
+
+
+@pytest.mark.root
+def test_each_gpu_has_its_drm_nodes_and_links_to_them(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "gb200x4")
+    dri = made.root / "dev/dri"
+    for gpu in made.gpus:
+        nodes = sorted(path.name for path in (made.root / "sys/bus/pci/devices" / gpu.proc_name / "drm").iterdir())
+        assert nodes == [f"card{gpu.index + 1}", f"renderD{128 + gpu.index}"]
+        for name, kind, minor, group in (
+            (nodes[0], "card", gpu.index + 1, 44),
+            (nodes[1], "render", 128 + gpu.index, 105),
+        ):
+            info = (dri / name).stat()
+            assert (info.st_rdev, info.st_gid, stat.S_IMODE(info.st_mode)) == (os.makedev(226, minor), group, 0o660)
+            assert os.readlink(dri / f"by-path/pci-{gpu.proc_name}-{kind}") == f"../{name}"
+    assert len(list((dri / "by-path").iterdir())) == 2 * len(made.gpus)
+
+
+def test_facts_know_the_drm_nodes_by_both_ways(tmp_path: Path) -> None:
+    """What the product finds on the tree, so that graphics containers have something to be given."""
+    made = node.create(tmp_path / "n", "l40sx4")
+    gpus = procfs.facts(str(made.root)).gpus
+    assert [gpu.drm for gpu in gpus] == [(f"card{n + 1}", f"renderD{128 + n}") for n in range(4)]
+    assert gpus[2].drm_links[0] == ("../card3", "/dev/dri/by-path/pci-0000:ca:00.0-card")
+
+
+def test_libdxcore_leads_to_the_driver_store(tmp_path: Path) -> None:
+    """Asked as NVIDIA's programs do: adapters, the driver model's version, then the store's path in two calls."""
+    made = node.create(tmp_path / "n", "wsl", gpus=2)
+    done = subprocess.run(
+        [sys.executable, "-c", DXCORE, made.root / "usr/lib/wsl/lib/libdxcore.so"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"3000 /{tree.WSL_STORE}"] * 2
+    assert (made.root / tree.WSL_STORE / "libcuda.so.1.1").is_file()
+
+
+DXCORE = """
+import ctypes, sys
+U = ctypes.c_uint
+class Adapter(ctypes.Structure):
+    _fields_ = [("handle", U), ("low", U), ("high", ctypes.c_int), ("sources", U), ("moves", U)]
+class List(ctypes.Structure):
+    _fields_ = [("filter", ctypes.c_ulonglong), ("count", U), ("adapters", ctypes.POINTER(Adapter))]
+class Query(ctypes.Structure):
+    _fields_ = [("handle", U), ("type", U), ("data", ctypes.c_void_p), ("size", U)]
+class Registry(ctypes.Structure):
+    _fields_ = [("type", U), ("flags", U), ("name", ctypes.c_wchar * 260), ("value", U), ("index", U), ("size", U),
+                ("status", U), ("output", ctypes.c_ulonglong)]
+library = ctypes.CDLL(sys.argv[1])
+found = List()
+assert library.D3DKMTEnumAdapters3(ctypes.byref(found)) == 0
+room = (Adapter * found.count)()
+found.adapters = room
+assert library.D3DKMTEnumAdapters3(ctypes.byref(found)) == 0
+def query(handle, kind, data, size):
+    assert library.D3DKMTQueryAdapterInfo(ctypes.byref(Query(handle, kind, ctypes.addressof(data), size))) == 0
+for adapter in room:
+    version = U()
+    query(adapter.handle, 13, version, 4)
+    first = Registry(type=2)
+    query(adapter.handle, 48, first, ctypes.sizeof(first))
+    assert first.status == 1, "too small"
+    size = ctypes.sizeof(Registry) + first.size
+    memory = ctypes.create_string_buffer(size)
+    second = Registry.from_buffer(memory)
+    second.type = 2
+    query(adapter.handle, 48, memory, size)
+    assert second.status == 0
+    at = ctypes.addressof(memory) + Registry.output.offset
+    print(version.value, ctypes.wstring_at(at, second.size // ctypes.sizeof(ctypes.c_wchar)))
+assert library.D3DKMTQueryAdapterInfo(ctypes.byref(Query(1, 13, ctypes.addressof(version), 4))) != 0, "no such handle"
+"""
 
 
 def test_dynamic_majors_keep_clear_of_those_in_use() -> None:
@@ -249,12 +328,22 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
         node.load(tmp_path / "elsewhere")
 
 
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+    """As "/" does, whose root/ is somebody's home."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/letter").touch()
+    with pytest.raises(NodeError, match=f"{tmp_path}/root isn't empty"):
+        node.create(tmp_path, "t4x1")
+    assert [path.name for path in tmp_path.rglob("*")] == ["root", "letter"]
+
+
 @pytest.mark.root
 def test_a_file_system_without_devices_is_refused(tmp_path: Path) -> None:
     code = (
-        "import sys; from gpulet.errors import NodeError; from gpulet.sim import node\n"
+        "import os, sys; from gpulet.errors import NodeError; from gpulet.sim import node\n"
         "try: node.create(sys.argv[1] + '/n', 't4x1')\n"
         "except NodeError as error: print(error)\n"
+        "print(os.listdir(sys.argv[1]))\n"
     )
     script = 'mount -t tmpfs -o nodev none "$1" && exec "$2" -c "$3" "$1"'
     done = subprocess.run(
@@ -263,6 +352,7 @@ def test_a_file_system_without_devices_is_refused(tmp_path: Path) -> None:
         text=True,
     )
     assert "lies on a file system mounted nodev" in done.stdout, done.stderr
+    assert done.stdout.endswith("\n[]\n"), "nothing is left there"
 
 
 @pytest.mark.root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def from_facts(facts: NodeFacts, root: Path) -> Description:
         platform="discrete",
         gpus=tuple(_gpu(gpu, by_name.get(gpu.name, ""), facts, root) for gpu in facts.gpus),
         imex=facts.imex,
+        fabricmanager=(root / "run/nvidia-fabricmanager/socket").exists(),
+        nvswitches=sum(bool(_SWITCH.fullmatch(node.path)) for node in facts.nodes),
         majors={name: major for name, major in facts.majors if major != 195},
     )
 
@@ -89,6 +92,7 @@ def _pci(bus_id: str, root: Path) -> tuple[str, str] | None:
 
 
 _PCI_FILES = ("device", "vendor", "subsystem_device", "subsystem_vendor")
+_SWITCH = re.compile(r"/dev/nvidia-nvswitch\d+")
 
 
 def _links(gpu: Gpu, facts: NodeFacts) -> tuple[str, ...]:

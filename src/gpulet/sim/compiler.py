@@ -72,3 +72,9 @@ def nvml() -> Path:
     # -Bsymbolic: where a process has several such libraries, each calls its own functions, not the first one's.
     options = ("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-Bsymbolic", "-Wl,-soname,libnvidia-ml.so.1")
     return build(sources, options)
+
+
+def dxcore(adapters: int, store: str) -> Path:
+    """The stand-in libdxcore.so of a WSL node with so many display adapters and its driver store in that folder."""
+    options = ("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-soname,libdxcore.so")
+    return build([SOURCES / "dxcore.c"], (*options, f"-DADAPTERS={adapters}", f'-DSTORE="{store}"'))

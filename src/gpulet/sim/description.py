@@ -8,6 +8,7 @@ the same node comes out every time.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,14 +23,14 @@ PROFILES = Path(__file__).parent / "profiles"
 # nvmlGpuTopologyLevel_t, in the words of node/gpu.py
 LEVELS = {"board": 0, "switch": 10, "switches": 20, "host-bridge": 30, "numa": 40, "system": 50}
 # nvmlBrandType_t
-BRANDS = {"tesla": 2, "geforce": 5, "nvidia": 14}
+BRANDS = {"tesla": 2, "geforce": 5, "nvidiartx": 13, "nvidia": 14}
 MAX_GPUS = 64
 
 
 @dataclass(frozen=True)
 class MigProfile:
     """A kind of GPU instance that a model offers. kind: nvml.h's number; id: the driver's; memory in MiB; size and
-    starts in memory slices, of which a GPU has eight."""
+    starts in memory slices, of which a GPU has as many as its largest profile takes."""
 
     name: str
     kind: int
@@ -44,6 +45,7 @@ class MigProfile:
     memory: int
     size: int
     starts: tuple[int, ...]
+    encoders: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ class Mig:
 @dataclass(frozen=True)
 class SimGpu:
     """One GPU. bus_id: NVML's form, "00000000:1b:00.0"; memory in MiB; bridge and switch name the PCIe host bridge
-    and the PCIe switch above it, "" where it has none of its own; links: the far end of each NVLink, the number of a
-    GPU or "s" for an NVSwitch; levels: the topology level to every GPU, where it was seen and not worked out."""
+    and the PCIe switch above it, "" where it has none of its own, "top/leaf" where one switch hangs on another;
+    links: the far end of each NVLink, the number of a GPU or "s" for an NVSwitch; levels: the topology level to every
+    GPU, where it was seen and not worked out."""
 
     index: int
     minor: int
@@ -93,7 +96,8 @@ class SimGpu:
 
 @dataclass(frozen=True)
 class Description:
-    """One simulated node. platform: "discrete", "wsl" or "tegra"; majors: /proc/devices name -> character major."""
+    """One simulated node. platform: "discrete", "wsl" or "tegra"; nvswitches: how many the driver has nodes for;
+    majors: /proc/devices name -> character major."""
 
     profile: str
     driver: str
@@ -104,6 +108,7 @@ class Description:
     cluster: str = ""
     clique: int = 0
     fabricmanager: bool = False
+    nvswitches: int = 0
     majors: dict[str, int] = field(default_factory=dict)
 
     def level(self, first: SimGpu, second: SimGpu) -> int:
@@ -114,6 +119,8 @@ class Description:
             return first.levels[second.index]
         if first.switch and first.switch == second.switch:
             return LEVELS["switch"]
+        if first.switch and first.switch.partition("/")[0] == second.switch.partition("/")[0]:
+            return LEVELS["switches"]
         if first.bridge and first.bridge == second.bridge:
             return LEVELS["host-bridge"]
         return LEVELS["numa"] if first.numa == second.numa else LEVELS["system"]
@@ -183,6 +190,12 @@ def profiles() -> list[str]:
     return sorted(path.stem for path in PROFILES.glob("*.yaml") if path.stem != "models")
 
 
+def summary(profile: str) -> str:
+    """What a profile that comes with gpulet stands for: the comment at the top of its file."""
+    lines = (PROFILES / f"{profile}.yaml").read_text().splitlines()
+    return " ".join(line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
+
+
 def load_profile(profile: str, *, gpus: int | None = None, driver: str | None = None) -> Description:
     """The node that a profile describes: one of `profiles()`, or the path of a file of the same form, or of a
     node.yaml. gpus: how many to have, more than the profile's own repeat it on further PCI domains; driver: another
@@ -210,6 +223,7 @@ def load_profile(profile: str, *, gpus: int | None = None, driver: str | None = 
         cluster=fabric.get("cluster", ""),
         clique=int(fabric.get("clique", 0)),
         fabricmanager=bool(data.get("fabricmanager", False)),
+        nvswitches=int(data.get("nvswitches", 0)),
     )
 
 
@@ -235,7 +249,7 @@ def _rows(rows: list[dict[str, Any]], wanted: int | None) -> list[dict[str, Any]
             row.pop("minor", None)
             for key in ("bridge", "switch"):
                 if key in row:
-                    row[key] = f"{row[key]}.{turn}"
+                    row[key] = f"{turn}.{row[key]}"
         made.append(row)
     return made
 

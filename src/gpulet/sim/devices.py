@@ -14,6 +14,9 @@ from gpulet.sim.description import Description, SimGpu
 
 NVIDIA_MAJOR = 195  # Documentation/admin-guide/devices.txt
 CONTROL_MINOR, MODESET_MINOR = 255, 254
+DRM_MAJOR, DRM_CARDS, FIRST_RENDER = 226, 64, 128  # the same source: minors below 64 are cards, from 128 render nodes
+# the groups video and render, as Debian and Ubuntu have them; dri nodes are theirs and nobody else's
+DRM_GROUPS = {"card": 44, "renderD": 105}
 DYNAMIC = {
     "discrete": ("nvidia-nvswitch", "nvidia-uvm", "nvidia-caps", "nvidia-caps-imex-channels"),
     "tegra": ("nvgpu",),
@@ -51,11 +54,24 @@ def nodes(description: Description) -> Iterator[tuple[str, int, int]]:
     yield "nvidia-uvm-tools", majors["nvidia-uvm"], 1
     for gpu in description.gpus:
         yield f"nvidia{gpu.minor}", NVIDIA_MAJOR, gpu.minor
+        for name, minor in drm_nodes(gpu):
+            yield f"dri/{name}", DRM_MAJOR, minor
+    if description.nvswitches:
+        yield "nvidia-nvswitchctl", majors["nvidia-nvswitch"], CONTROL_MINOR
+    for switch in range(description.nvswitches):
+        yield f"nvidia-nvswitch{switch}", majors["nvidia-nvswitch"], switch
     if any(description.mig_profiles(gpu) for gpu in description.gpus):
         for _, minor in cap_files(description):
             yield f"nvidia-caps/nvidia-cap{minor}", majors["nvidia-caps"], minor
     for channel in description.imex:
         yield f"nvidia-caps-imex-channels/channel{channel}", majors["nvidia-caps-imex-channels"], channel
+
+
+def drm_nodes(gpu: SimGpu) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Name and minor of a GPU's two nodes in /dev/dri. On a server card0 is the management controller's display, so
+    that no number is the GPU's own (a 64th GPU gets it, as there are no more)."""
+    card, render = (gpu.index + 1) % DRM_CARDS, FIRST_RENDER + gpu.index
+    return (f"card{card}", card), (f"renderD{render}", render)
 
 
 def cap_files(description: Description) -> Iterator[tuple[str, int]]:
@@ -69,21 +85,27 @@ def cap_files(description: Description) -> Iterator[tuple[str, int]]:
             yield f"gpu{gpu.minor}/mig/gi{mig.gi}/ci{mig.ci}/access", nvmlfile.ci_cap(gpu.minor, mig.gi, mig.ci)
 
 
-def lay_devices(root: Path, description: Description) -> bool:
-    """Make the device nodes, and take away those that are no longer wanted. False where only root may: then plain
-    files stand in their places. NodeError where the file system carries no device nodes."""
-    dev = root / "dev"
-    wanted = {dev / name: os.makedev(major, minor) for name, major, minor in nodes(description)}
-    for path in [*dev.glob("nvidia*"), *dev.glob("nvidia-caps*/*")]:
-        if path not in wanted and not path.is_dir():
-            path.unlink()
-    real = os.geteuid() == 0
-    if real and os.statvfs(root).f_flag & os.ST_NODEV:
+def check_file_system(folder: Path) -> None:
+    """NodeError where device nodes below a folder, which need not be there yet, could not be opened."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if os.geteuid() == 0 and os.statvfs(there).f_flag & os.ST_NODEV:
         raise NodeError(
-            f"{root} lies on a file system mounted nodev",
+            f"{folder} lies on a file system mounted nodev",
             wanted="one on which device nodes can be opened",
             remedy="choose another folder",
         )
+
+
+def lay_devices(root: Path, description: Description) -> bool:
+    """Make the device nodes, and take away those that are no longer wanted. False where only root may: then plain
+    files stand in their places."""
+    dev = root / "dev"
+    wanted = {dev / name: os.makedev(major, minor) for name, major, minor in nodes(description)}
+    for path in [*dev.glob("nvidia*"), *dev.glob("nvidia-caps*/*"), *dev.glob("dri/*")]:
+        if path not in wanted and not path.is_dir():
+            path.unlink()
+    _drm_links(dev, description)
+    real = os.geteuid() == 0
     for path, number in wanted.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and (not real or path.stat().st_rdev == number):
@@ -97,7 +119,23 @@ def lay_devices(root: Path, description: Description) -> bool:
             real = False
             path.touch()
         path.chmod(0o666)  # whatever the umask
+        group = DRM_GROUPS.get(path.name.rstrip("0123456789"))
+        if real and group:
+            os.chown(path, 0, group)
+            path.chmod(0o660)
     return real
+
+
+def _drm_links(dev: Path, description: Description) -> None:
+    """dri/by-path, as udev makes it: links that name a GPU's nodes by its PCI address."""
+    folder = dev / "dri/by-path"
+    shutil.rmtree(folder, ignore_errors=True)
+    if description.platform != "discrete" or not description.gpus:
+        return
+    folder.mkdir(parents=True)
+    for gpu in description.gpus:
+        for kind, (name, _) in zip(("card", "render"), drm_nodes(gpu), strict=True):
+            (folder / f"pci-{gpu.proc_name}-{kind}").symlink_to(f"../{name}")
 
 
 def lay_proc(root: Path, description: Description) -> None:
@@ -133,7 +171,7 @@ def lay_proc(root: Path, description: Description) -> None:
 
 
 def lay_sys(root: Path, description: Description) -> None:
-    """Write what the kernel's PCI code shows of the GPUs: sys/bus/pci/devices/<address>."""
+    """Write what the kernel's PCI code shows of the GPUs: sys/bus/pci/devices/<address>, with its drm/ and driver."""
     folder = root / "sys/bus/pci/devices"
     shutil.rmtree(folder, ignore_errors=True)
     if description.platform != "discrete":
@@ -151,6 +189,10 @@ def lay_sys(root: Path, description: Description) -> None:
         }
         for name, text in facts.items():
             (device / name).write_text(f"{text}\n")
+        for name, _ in drm_nodes(gpu):
+            (device / "drm" / name).mkdir(parents=True)
+        (device / "driver").symlink_to("../../drivers/nvidia")
+    (folder.parent / "drivers/nvidia").mkdir(parents=True, exist_ok=True)
 
 
 def _information(gpu: SimGpu) -> str:

@@ -129,7 +129,7 @@ WSL_LIBRARIES = (
     "libnvidia-ml_loader.so",
     "libnvdxgdmal.so.1",
 )
-WSL_HOST_LIBRARIES = ("libdxcore.so", "libd3d12.so", "libd3d12core.so")
+WSL_HOST_LIBRARIES = ("libd3d12.so", "libd3d12core.so")
 
 TEGRA_DRIVER = "540.4.0"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,15 +18,65 @@ GRAMMAR = (
 )
 
 
+SCRIPT = "lines 'at SECONDS CHANGE', for example 'at 2s gpu 2 xid 79'; '#' begins a comment"
+
+
 def inject(folder: Path, change: str) -> None:
     """Apply one change, written as in GRAMMAR. UsageError where it says nothing that can be done to this node."""
     node = load(folder)
-    words = change.strip()
+    check(node, change)
+    act, match = _parse(change)
+    act(node, match)
+
+
+def check(node: SimNode, change: str) -> None:
+    """UsageError where a change says nothing that can be done to this node. Changes nothing."""
+    act, match = _parse(change)
+    if act is _mig:
+        mig.apply(node.description, match[1])
+    elif change.strip().lower().startswith("gpu"):
+        _number(node, match[1])
+
+
+def read_script(text: str, node: SimNode) -> list[tuple[float, str]]:
+    """(seconds from the start, change) of each line, in order of time. UsageError for the first line that can't be
+    read or done to this node."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        match = re.fullmatch(r"at\s+(\d+(?:\.\d+)?)\s*(ms|s|min)?\s+(\S.*)", words, re.IGNORECASE)
+        if not match:
+            raise UsageError(f"script line {number} can't be read", seen=words, wanted=SCRIPT)
+        try:
+            check(node, match[3])
+        except UsageError as error:
+            raise UsageError(f"script line {number}: {error.what}", seen=error.seen, wanted=error.wanted) from error
+        found.append((float(match[1]) * _SECONDS[(match[2] or "s").lower()], match[3]))
+    return sorted(found, key=lambda step: step[0])
+
+
+def play(folder: Path, steps: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
+    """Apply what `read_script` gave, each change at its time from now on; gives each again when it is done."""
+    start = time.monotonic()
+    for seconds, change in steps:
+        time.sleep(max(0.0, start + seconds - time.monotonic()))
+        inject(folder, change)
+        yield seconds, change
+
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0}
+
+
+Act = Callable[[SimNode, "re.Match[str]"], None]
+
+
+def _parse(change: str) -> tuple[Act, re.Match[str]]:
     for pattern, act in _CHANGES:
-        match = re.fullmatch(pattern, words, re.IGNORECASE)
+        match = re.fullmatch(pattern, change.strip(), re.IGNORECASE)
         if match:
-            act(node, match)
-            return
+            return act, match
     raise UsageError("change can't be read", seen=change, wanted=GRAMMAR)
 
 
@@ -89,7 +141,7 @@ def _driver(node: SimNode, match: re.Match[str]) -> None:
     _say(node, f"node driver {match[1]}")
 
 
-_CHANGES = (
+_CHANGES: tuple[tuple[str, Act], ...] = (
     (r"gpu\s*(\d+)\s+xid\s+(\d+)(?:\s+gi\s*(\d+)\s+ci\s*(\d+))?", _xid),
     (r"gpu\s*(\d+)\s+(lost|found)", _lost),
     (r"gpu\s*(\d+)\s+recovery\s+(\d+)", _recovery),

@@ -1,8 +1,9 @@
 """MIG layouts: "gpu0: 1g.10gb x7" and the like, and where the instances go on the GPU.
 
-A GPU has eight memory slices; an instance begins where its profile allows and takes as many as the profile says
-(nvmlDeviceGetGpuInstancePossiblePlacements). The numbers of GPU instances follow from where they begin, as seen with
-the driver: 0 for the whole GPU, 1 and 2 for the halves, 3 to 6 for the quarters, 7 to 13 for the eighths.
+A GPU's memory slices are eight (twelve on RTX PRO 6000); an instance begins where its profile allows and takes as many
+as the profile says (nvmlDeviceGetGpuInstancePossiblePlacements). The numbers of GPU instances follow from where they
+begin, as seen with the driver: 0 for the whole GPU, 1 and 2 for the halves, 3 to 6 for the quarters, 7 to 13 for the
+eighths. Media engines are shared out too: a profile with "+me.all" leaves none to the others.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from gpulet.sim.description import Description, Mig, MigProfile, SimGpu, stable_
 
 _LINE = re.compile(r"(?:gpu)?\s*(\d+|all)\s*[:\s]\s*(.*)", re.IGNORECASE)
 _ITEM = re.compile(r"(?:(\d)c\.)?(\d+g\.\d+gb[+\-.a-z]*?)\s*(?:[×x*]\s*(\d+))?", re.IGNORECASE)
-_FIRST_GI = {8: 0, 4: 1, 2: 3, 1: 7}
-COMPUTE_SLICES = 7
 
 
 def apply(description: Description, line: str) -> Description:
@@ -47,7 +46,7 @@ def _partition(description: Description, gpu: SimGpu, text: str) -> SimGpu:
         raise UsageError(f"gpu{gpu.index} can't do MIG", seen=gpu.name, wanted="for example an A100, H100 or B200")
     instances = _instances(_wanted(text, profiles))
     starts = _place([profile for profile, _ in instances])
-    if starts is None or _too_many([profile for profile, _ in instances]):
+    if starts is None or _too_many([profile for profile, _ in instances], _whole(profiles)):
         raise UsageError(
             f"this MIG layout doesn't fit on gpu{gpu.index}", seen=text, wanted="a layout that its driver takes"
         )
@@ -100,21 +99,26 @@ def _place(profiles: Sequence[MigProfile], busy: frozenset[int] = frozenset()) -
     return None
 
 
-def _too_many(profiles: Sequence[MigProfile]) -> bool:
-    """Whether they need more compute slices than a GPU has, or are more of a kind than the driver allows."""
+def _whole(profiles: dict[str, MigProfile]) -> MigProfile:
+    """The profile that takes the GPU whole: it has every slice and every engine that there is."""
+    return max(profiles.values(), key=lambda profile: (profile.slices, profile.size))
+
+
+def _too_many(profiles: Sequence[MigProfile], whole: MigProfile) -> bool:
+    """Whether they need more slices or engines than the GPU has, or are more of a kind than the driver allows."""
     counts = Counter(profile.name for profile in profiles)
-    limits = {profile.name: profile.count for profile in profiles}
-    return sum(profile.slices for profile in profiles) > COMPUTE_SLICES or any(
-        number > limits[name] for name, number in counts.items()
-    )
+    if any(counts[profile.name] > profile.count for profile in profiles):
+        return True
+    shared = ("slices", "decoders", "encoders", "jpeg", "ofa")
+    return any(sum(getattr(profile, what) for profile in profiles) > getattr(whole, what) for what in shared)
 
 
 def _devices(
     description: Description, gpu: SimGpu, instances: Sequence[Instance], starts: Sequence[int]
 ) -> Iterator[Mig]:
-    slot = 0
+    slot, memory_slices = 0, _whole(description.mig_profiles(gpu)).size
     for (profile, inside), start in zip(instances, starts, strict=True):
-        gi = _FIRST_GI[profile.size] + start // profile.size
+        gi = memory_slices // profile.size - 1 + start // profile.size
         for ci, slices in enumerate(inside):
             identity = stable_uuid(description.profile, gpu.index, "mig", profile.name, gi, ci, slices)
             yield Mig(slot, f"MIG-{identity}", profile.name, gi, ci, slices, start)

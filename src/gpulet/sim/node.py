@@ -72,6 +72,10 @@ def create(
         made = layouts.apply(made, line)
     if (folder / "node.yaml").exists():
         raise NodeError(f"{folder} holds a simulated node already", remedy="remove it, or choose another folder")
+    if (folder / "root").exists() and any((folder / "root").iterdir()):  # of all folders "/" must not be taken for one
+        raise NodeError(f"{folder / 'root'} isn't empty", wanted="a new folder", remedy="choose another folder")
+    devices.check_file_system(folder)
+    tree.check_tools(made.platform)
     if not made.majors:
         made = replace(made, majors=devices.dynamic_majors(made.platform, Path("/proc/devices").read_text()))
     try:

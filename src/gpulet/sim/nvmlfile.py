@@ -66,7 +66,7 @@ def gpu_lines(description: Description, gpu: SimGpu) -> Iterator[str]:
 
 def _profile_line(profile: MigProfile) -> str:
     numbers = (profile.kind, profile.id, profile.slices, profile.count, profile.sms, profile.copy, profile.decoders)
-    more = (0, profile.jpeg, profile.ofa, profile.size, profile.memory)
+    more = (profile.encoders, profile.jpeg, profile.ofa, profile.size, profile.memory)
     return f"profile {' '.join(map(str, numbers + more))} MIG {profile.name}"
 
 

@@ -13,6 +13,7 @@ from gpulet.errors import NodeError, UsageError
 from gpulet.sim import compiler
 from gpulet.sim.tree import TRIPLET
 
+PROBE = "/usr/bin/gpulet-probe"
 FOLDERS = (
     "bin",
     "dev",
@@ -135,7 +136,7 @@ def _none(folder: Path) -> None:
 
 
 def _install(folder: Path, probe: Path) -> None:
-    target = folder / "usr/bin/gpulet-probe"
+    target = folder / PROBE.lstrip("/")
     shutil.copy2(probe, target)
     os.chmod(target, 0o755)
 

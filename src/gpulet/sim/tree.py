@@ -27,6 +27,13 @@ def lay(root: Path, description: Description, control: Path) -> None:
     loader_cache(root)
 
 
+def check_tools(platform: str) -> None:
+    """NodeError where this machine lacks what laying out a node takes: a C compiler, ldconfig. Changes nothing."""
+    _ldconfig()
+    if platform != "tegra":
+        compiler.nvml()
+
+
 def nvml_paths(description: Description) -> tuple[str, ...]:
     """Where the NVML library lies under the root: every file that bears the node's description."""
     if description.platform == "wsl":
@@ -65,6 +72,8 @@ def _lay_wsl(root: Path, description: Description, control: Path) -> None:
     _put(root / WSL_STORE / "nvcubins.bin", b"simulated\n")
     for name in files.WSL_HOST_LIBRARIES:
         _put(root / "usr/lib/wsl/lib" / name, elf.shared_object(name))
+    adapters = max(1, len(description.gpus))  # a machine without a GPU still has a display
+    _put(root / "usr/lib/wsl/lib/libdxcore.so", compiler.dxcore(adapters, f"/{WSL_STORE}").read_bytes())
     for name in ("libcuda.so.1", "libcuda.so"):
         _link("libcuda.so.1.1", root / "usr/lib/wsl/lib" / name)
     lay_nvml(root, description, control)

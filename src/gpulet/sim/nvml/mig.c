@@ -15,7 +15,10 @@ API int nvmlDeviceGetMigMode(void *device, unsigned *current, unsigned *pending)
 API int nvmlDeviceGetMaxMigDeviceCount(void *device, unsigned *count)
 {
     ENTER_GPU(device);
-    *count = gpu->mig_mode < 0 ? 0 : 7;
+    *count = 0;
+    for (int i = 0; gpu->mig_mode >= 0 && i < MAX_PROFILES; i++) /* as many as the smallest instances that fit */
+        if (gpu->profiles[i].used && gpu->profiles[i].count > *count)
+            *count = gpu->profiles[i].count;
     return leave(SUCCESS);
 }
 

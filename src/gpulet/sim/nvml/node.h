@@ -84,6 +84,10 @@ void unlock(void);
 /* Read the description if this is the first call, and the control file if it has changed. 0, or -1 without one. */
 int node_refresh(void);
 
+/* Take in lines of the description or the control file (grammar.c). A last line without its newline is left out: it is
+ * still being written. */
+void node_parse(const char *text, size_t size);
+
 /* Decide which GPUs this process may see, by the device nodes beneath the library's root. */
 void node_look(void);
 
