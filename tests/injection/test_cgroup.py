@@ -99,20 +99,21 @@ class TestVersion1:
     def test_rules_and_back(self, v1: Path, nodes: list[Path]) -> None:
         (v1 / "devices.deny").write_text("a")
         assert opened(v1, nodes) == ["EPERM"] * 3
-        undo = cgroup.allow(Cgroup(1, str(v1)), [(195, 0), (195, 2)])
+        change = cgroup.allow(Cgroup(1, str(v1)), [(195, 0), (195, 2)])
         assert opened(v1, nodes) == ["ENXIO", "EPERM", "ENXIO"]
         assert (v1 / "devices.list").read_text().split("\n")[:2] == ["c 195:0 rw", "c 195:2 rw"]
-        undo()
+        change.undo()
+        change.close()
         assert opened(v1, nodes) == ["EPERM"] * 3
 
     def test_taking_back_keeps_what_was_there_before(self, v1: Path, nodes: list[Path]) -> None:
         (v1 / "devices.deny").write_text("a")
         (v1 / "devices.allow").write_text("c 195:0 rwm")
-        cgroup.allow(Cgroup(1, str(v1)), [(195, 0), (195, 1)])()
+        cgroup.allow(Cgroup(1, str(v1)), [(195, 0), (195, 1)]).undo()
         assert opened(v1, nodes) == ["ENXIO", "EPERM", "EPERM"]
 
     def test_a_folder_that_is_gone(self) -> None:
-        with pytest.raises(StepFailed, match=r"allow device c 195:0 rw in /nowhere/devices.allow") as caught:
+        with pytest.raises(StepFailed, match=r"allow device /nowhere/devices\.allow") as caught:
             cgroup.allow(Cgroup(1, "/nowhere"), [(195, 0)])
         assert caught.value.errno == errno.ENOENT
 
@@ -124,11 +125,12 @@ class TestVersion2:
         program = attach(v2, DENY, flags)
         os.close(program)
         assert opened(v2, nodes) == ["EPERM"] * 3
-        undo = cgroup.allow(Cgroup(2, str(v2)), [(195, 0), (195, 2)])
+        change = cgroup.allow(Cgroup(2, str(v2)), [(195, 0), (195, 2)])
         assert opened(v2, nodes) == ["ENXIO", "EPERM", "ENXIO"]
         assert programs(v2)[0] == flags
         assert len(programs(v2)[1]) == 1
-        undo()
+        change.undo()
+        change.close()
         assert opened(v2, nodes) == ["EPERM"] * 3
 
     def test_every_program_is_extended_since_all_must_agree(self, v2: Path, nodes: list[Path]) -> None:
@@ -145,9 +147,10 @@ class TestVersion2:
         link = linux.bpf(28, create)[0]  # BPF_LINK_CREATE
         try:
             assert opened(v2, nodes) == ["EPERM"] * 3
-            undo = cgroup.allow(Cgroup(2, str(v2)), [(195, 1)])
+            change = cgroup.allow(Cgroup(2, str(v2)), [(195, 1)])
             assert opened(v2, nodes) == ["EPERM", "ENXIO", "EPERM"]
-            undo()
+            change.undo()
+            change.close()
             assert opened(v2, nodes) == ["EPERM"] * 3
         finally:
             for descriptor in (link, fd, program):
@@ -187,7 +190,7 @@ class TestVersion2:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
     def test_a_folder_that_is_gone(self) -> None:
-        with pytest.raises(StepFailed, match="open cgroup /nowhere"):
+        with pytest.raises(StepFailed, match="allow devices in cgroup /nowhere"):
             cgroup.allow(Cgroup(2, "/nowhere"), [(195, 0)])
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gpulet.errors import StepFailed
 from gpulet.injection import live
+from gpulet.injection.cgroup import Change
 from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork, SymLink
 from support.namespaced import mounts, namespaced, tree
 
@@ -118,9 +118,9 @@ def test_a_failure_takes_back_all_and_names_step_object_and_errno(host: Path, im
 def test_a_failure_takes_device_rules_back(host: Path, image: Path) -> None:
     rules: list[tuple[int, int]] = []
 
-    def allow(_: object, wanted: list[tuple[int, int]]) -> Callable[[], None]:
+    def allow(_: object, wanted: list[tuple[int, int]]) -> Change:
         rules.extend(wanted)
-        return rules.clear
+        return Change(rules.clear, ())
 
     (image / "usr/bin/nvidia-smi").mkdir()
     with namespaced(image) as pid, pytest.MonkeyPatch.context() as patch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -179,3 +180,21 @@ def test_a_read_only_container_starts(bundle: Bundle, node: SimNode) -> None:
     hook = bundle.hook("prestart", configure(bundle, node, "--device=2 --compute --utility"))
     seen = probed(bundle.run(config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]}, root={"readonly": True})))
     assert seen["libraries"]["libcuda.so.1"]
+
+
+def test_a_container_in_a_user_namespace(bundle: Bundle, node: SimNode) -> None:
+    for folder, folders, files in os.walk(bundle.root):
+        for name in (folder, *folders, *files):
+            os.lchown(Path(folder, name), 100000, 100000)
+    for folder_above in list(bundle.root.parents)[:-2]:
+        folder_above.chmod(0o755)
+    hook = bundle.hook("prestart", configure(bundle, node, "--device=2 --compute --utility"))
+    made = config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]})
+    made["linux"]["namespaces"].append({"type": "user"})
+    ids = [{"containerID": 0, "hostID": 100000, "size": 65536}]
+    made["linux"].update(uidMappings=ids, gidMappings=ids)
+    seen = probed(bundle.run(made))
+    assert [gpu["uuid"] for gpu in seen["nvml"]] == [node.gpus[2].uuid]
+    assert seen["libraries"]["libcuda.so.1"]
+    for name in ("etc/ld.so.cache", "usr/lib/x86_64-linux-gnu/libcuda.so.1"):
+        assert (bundle.root / name).lstat().st_uid == 100000

@@ -73,34 +73,60 @@ def _plain(path: str) -> str:
     return path
 
 
-def allow(cgroup: Cgroup, rules: Sequence[Rule]) -> Callable[[], None]:
-    """Lets the cgroup's processes read and write the devices. Answers what takes it back. Raises StepFailed."""
-    if not rules:
-        return lambda: None
+class Change:
+    """What was done to a cgroup. It holds descriptors, so that it can be undone from another mount namespace too."""
+
+    def __init__(self, undo: Callable[[], None], held: Sequence[int]) -> None:
+        self._undo = undo
+        self._held = held
+
+    def undo(self) -> None:
+        """Takes the rules back, as far as it goes: a failure here must not hide the one that led here."""
+        try:
+            self._undo()
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Gives the descriptors back; call it once, at the end."""
+        for fd in self._held:
+            os.close(fd)
+
+
+def allow(cgroup: Cgroup, rules: Sequence[Rule]) -> Change:
+    """Lets the cgroup's processes read and write the devices. Raises StepFailed, and then nothing is changed."""
     if cgroup.version == 2:
         from gpulet.injection import cgroup_bpf
 
-        return cgroup_bpf.allow(cgroup.folder, rules)
+        return Change(*cgroup_bpf.allow(cgroup.folder, rules))
     return _allow_v1(cgroup.folder, rules)
 
 
-def _allow_v1(folder: str, rules: Sequence[Rule]) -> Callable[[], None]:
+def _allow_v1(folder: str, rules: Sequence[Rule]) -> Change:
     before = _rules_v1(folder)
     done: list[Rule] = []
+    held: list[int] = []
 
     def undo() -> None:
         for rule in done:
-            _write(f"{folder}/devices.deny", _line(rule))
+            os.write(held[1], _line(rule).encode())
 
-    for rule in dict.fromkeys(rules):
-        try:
-            _write(f"{folder}/devices.allow", _line(rule))
-        except StepFailed:
-            undo()
-            raise
-        if "a *:* rwm" not in before and not any(line.startswith(f"c {rule[0]}:{rule[1]} ") for line in before):
-            done.append(rule)
-    return undo
+    change = Change(undo, held)
+    what = folder
+    try:
+        for name in ("devices.allow", "devices.deny"):
+            what = f"{folder}/{name}"
+            held.append(os.open(what, os.O_WRONLY | os.O_CLOEXEC))
+        for rule in dict.fromkeys(rules):
+            what = f"{_line(rule)} in {folder}/devices.allow"
+            os.write(held[0], _line(rule).encode())
+            if "a *:* rwm" not in before and not any(line.startswith(f"c {rule[0]}:{rule[1]} ") for line in before):
+                done.append(rule)
+    except OSError as error:
+        change.undo()
+        change.close()
+        raise StepFailed("allow device", what, error.errno or 0, error.strerror or "") from error
+    return change
 
 
 def _rules_v1(folder: str) -> list[str]:
@@ -113,14 +139,3 @@ def _rules_v1(folder: str) -> list[str]:
 
 def _line(rule: Rule) -> str:
     return f"c {rule[0]}:{rule[1]} rw"
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(fd, text.encode())
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise StepFailed("allow device", f"{text} in {path}", error.errno or 0, error.strerror or "") from error

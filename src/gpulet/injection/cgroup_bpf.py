@@ -111,39 +111,34 @@ def split(program: bytes) -> tuple[Rules, bytes]:
     return tuple(rules), program[end:]
 
 
-def allow(folder: str, rules: Sequence[tuple[int, int]]) -> Callable[[], None]:
-    """Puts the rules in front of every program attached to the cgroup folder. Answers what takes it back."""
-    try:
-        cgroup = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise _failed("open cgroup", folder, error) from error
-    exchanged: list[tuple[int, int]] = []  # descriptors of the programs before and after
-    flags = 0
+def allow(folder: str, rules: Sequence[tuple[int, int]]) -> tuple[Callable[[], None], list[int]]:
+    """Puts the rules in front of every program attached to the cgroup folder. Answers what takes it back, and the
+    descriptors that this needs. Raises StepFailed, and then nothing is changed."""
+    held: list[int] = []
+    exchanged: list[tuple[int, int, int]] = []  # attach flags, descriptors of the programs before and after
 
     def undo() -> None:
-        try:
-            while exchanged:
-                old, new = exchanged.pop()
-                _exchange(cgroup, flags, new, old)
-                os.close(old)
-                os.close(new)
-        finally:
-            os.close(cgroup)
+        while exchanged:
+            flags, old, new = exchanged.pop()
+            _exchange(held[0], flags, new, old)
 
     try:
-        flags, numbers = attached(cgroup)
+        held.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        flags, numbers = attached(held[0])
         for number in numbers:
-            old = _bpf(BPF_PROG_GET_FD_BY_ID, "=III", number, 0, 0)
-            new = load(extend(instructions(old), rules))
-            _exchange(cgroup, flags, old, new)
-            exchanged.append((old, new))
+            held.append(old := _bpf(BPF_PROG_GET_FD_BY_ID, "=III", number, 0, 0))
+            held.append(new := load(extend(instructions(old), rules)))
+            _exchange(held[0], flags, old, new)
+            exchanged.append((flags, old, new))
     except OSError as error:
         try:
             undo()
         except OSError:
             pass
-        raise _failed("allow devices in cgroup", folder, error) from error
-    return undo
+        for fd in held:
+            os.close(fd)
+        raise StepFailed("allow devices in cgroup", folder, error.errno or 0, error.strerror or "") from error
+    return undo, held
 
 
 def attached(cgroup: int) -> tuple[int, tuple[int, ...]]:
@@ -245,7 +240,3 @@ def _raise_memory_limit() -> None:
 
 def _bpf(command: int, fields: str, *values: int) -> int:
     return linux.bpf(command, struct.pack(fields, *values), "eBPF program")[0]
-
-
-def _failed(step: str, folder: str, error: OSError) -> StepFailed:
-    return StepFailed(step, folder, error.errno or 0, error.strerror or "")

@@ -20,7 +20,7 @@ from gpulet.node.procfs import DRIVER, proc_root
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
 RO, NOSUID = linux.MOUNT_ATTR_RDONLY, linux.MOUNT_ATTR_NOSUID
@@ -59,26 +59,28 @@ def apply(
     Answers what was done, in words. Raises StepFailed, and then nothing stays changed.
     """
     with _Namespaces(pid) as namespaces:
-        source = below(proc_root(driver_root), DRIVER)
-        steps = _open_sources(injection, source, devbind)
-        take_back: Callable[[], None] = lambda: None  # noqa: E731
+        sources = _Sources(injection, below(proc_root(driver_root), DRIVER), devbind)
+        change = None
         try:
             nodes = [(node.major, node.minor) for node in injection.devices if node.type == "c"]
             allowed = dict.fromkeys((*nodes, *rules)) if cgroups else {}
             if allowed:
-                take_back = cgroup.allow(cgroup.find(pid), tuple(allowed))
+                change = cgroup.allow(cgroup.find(pid), tuple(allowed))
 
             def work() -> tuple[str, ...]:
-                return _in_container(injection, namespaces, root, steps, source, devbind)
+                return _in_container(injection, namespaces, root, sources)
 
             try:
-                done = in_child(work) if fork else work()
+                # Of a user namespace's processes none may take device rules back.
+                done = in_child(work) if fork or namespaces.user >= 0 else work()
             except BaseException:
-                take_back()
+                if change is not None:
+                    change.undo()
                 raise
         finally:
-            for step in steps:
-                os.close(step.tree)
+            if change is not None:
+                change.close()
+            sources.close()
     return (*(f"allow c {major}:{minor} rw" for major, minor in allowed), *done)
 
 
@@ -138,24 +140,44 @@ class _Namespaces:
         return Root(root, held)
 
 
-def _open_sources(injection: Injection, source: str, devbind: bool) -> list[Step]:
-    steps: list[Step] = []
-    try:
-        for mount in injection.mounts:
-            steps.append(_clone(mount))
-        for node in injection.devices if devbind else ():
-            if os.path.lexists(node.host_path):
-                steps.append(_clone_device(node))
-        options = ("ro", "nodev", "nosuid", "noexec")
-        for folder in _gpu_folders(source, injection.proc_gpus):
-            steps.append(_clone(Mount(f"{source}/gpus/{folder}", f"{DRIVER}/gpus/{folder}", options, "proc")))
-        for path in injection.proc_mig:
-            steps.append(_clone(Mount(source + path.removeprefix(DRIVER), path, options, "proc")))
-    except BaseException:
-        for step in steps:
+class _Sources:
+    """Everything that comes from the host, opened or read there: in the container its paths may mean other things.
+
+    steps: the mounts; missing: device nodes that the host lacks, to be made; libraries: for the loader's cache;
+    texts: the driver's files in /proc that every container sees.
+    """
+
+    def __init__(self, injection: Injection, source: str, devbind: bool) -> None:
+        self.steps: list[Step] = []
+        self.missing: list[DeviceNode] = []
+        self.libraries = rootfs.libraries_of(injection.mounts)
+        self.texts = {name: data for name in COPIED if (data := _read(f"{source}/{name}")) is not None}
+        try:
+            for mount in injection.mounts:
+                self.steps.append(_clone(mount))
+            for node in injection.devices if devbind else ():
+                if os.path.lexists(node.host_path):
+                    self.steps.append(_clone_device(node))
+                else:
+                    self.missing.append(node)
+            for mount in _proc_mounts(injection, source):
+                self.steps.append(_clone(mount))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the mounts back: what isn't placed by then is gone."""
+        for step in self.steps:
             os.close(step.tree)
-        raise
-    return steps
+
+
+def _proc_mounts(injection: Injection, source: str) -> Iterator[Mount]:
+    options = ("ro", "nodev", "nosuid", "noexec")
+    for folder in _gpu_folders(source, injection.proc_gpus):
+        yield Mount(f"{source}/gpus/{folder}", f"{DRIVER}/gpus/{folder}", options, "proc")
+    for path in injection.proc_mig:
+        yield Mount(source + path.removeprefix(DRIVER), path, options, "proc")
 
 
 def _clone(mount: Mount) -> Step:
@@ -214,30 +236,21 @@ def _bus_key(bus_id: str) -> str:
 # -- in the container
 
 
-def _in_container(
-    injection: Injection,
-    namespaces: _Namespaces,
-    path: str,
-    steps: list[Step],
-    source: str,
-    devbind: bool,
-) -> tuple[str, ...]:
+def _in_container(injection: Injection, namespaces: _Namespaces, path: str, sources: _Sources) -> tuple[str, ...]:
     descriptors = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    texts = {name: data for name in COPIED if (data := _read(f"{source}/{name}")) is not None}
     with namespaces.join(path) as root:
         seals = []
         shown = root.exists(DRIVER)  # a kernel without the driver has no such folder, and none can be made
         if shown:
-            seals.append(_cover_driver(root, texts, descriptors))
+            seals.append(_cover_driver(root, sources.texts, descriptors))
         if injection.rootfs.profile_minors:
             seals.append(_cover(root, PROFILES, descriptors))
-        for step in steps:
+        for step in sources.steps:
             if shown or not step.path.startswith(f"{DRIVER}/"):
                 _attach(root, step.tree, step.path, step.directory, step.name, descriptors)
-        for node in injection.devices if devbind else ():
-            if not any(step.path == node.path for step in steps):
-                _make_node(root, node)
-        rootfs.carry_out(root, injection.rootfs, injection.mounts)
+        for node in sources.missing:
+            _make_node(root, node)
+        rootfs.carry_out(root, injection.rootfs, sources.libraries)
         for tree in seals:
             _seal(tree)
         return tuple(root.done)

@@ -43,13 +43,14 @@ def prepare(root: str, work: RootfsWork, mounts: Sequence[Mount] = ()) -> tuple[
     Freezing the driver's device nodes needs a mount and is left to `frozen_params` and the caller.
     Raises StepFailed, and then nothing is changed.
     """
+    libraries = libraries_of(mounts)
     with Root(root) as held:
-        carry_out(held, work, mounts)
+        carry_out(held, work, libraries)
         return tuple(held.done)
 
 
-def carry_out(root: Root, work: RootfsWork, mounts: Sequence[Mount] = ()) -> None:
-    """The same on a root that is open already."""
+def carry_out(root: Root, work: RootfsWork, libraries: Sequence[Library] = ()) -> None:
+    """The same on a root that is open already, with the libraries that were read from the host's files."""
     for link in work.links:
         root.symlink(link.target, link.path)
     weighed = bool(work.host_driver or work.host_cuda)
@@ -58,7 +59,7 @@ def carry_out(root: Root, work: RootfsWork, mounts: Sequence[Mount] = ()) -> Non
     else:  # where each step is a hook of its own, an earlier one has decided
         first = (root.read(COMPAT) or b"").decode("utf-8", "surrogateescape").strip()
     if work.folders or (weighed and (first or root.exists(COMPAT))):
-        _update_loader(root, work.folders, first, mounts)
+        _update_loader(root, work.folders, first, libraries)
     if work.profile_minors:
         write_profile(root, work.profile_minors)
 
@@ -66,7 +67,7 @@ def carry_out(root: Root, work: RootfsWork, mounts: Sequence[Mount] = ()) -> Non
 # -- the dynamic loader
 
 
-class _Library:
+class Library:
     """One library as the loader shall find it: its folder and file name in the container, soname, cache flags."""
 
     def __init__(self, folder: str, name: str, soname: str, flags: int) -> None:
@@ -76,10 +77,9 @@ class _Library:
         self.flags = flags
 
 
-def _update_loader(root: Root, folders: Sequence[str], first: str, mounts: Sequence[Mount]) -> None:
-    libraries = list(_mounted(mounts)) or [item for folder in folders for item in _lying_in(root, folder)]
+def _update_loader(root: Root, folders: Sequence[str], first: str, libraries: Sequence[Library]) -> None:
     entries = []
-    for item in libraries:
+    for item in libraries or [item for folder in folders for item in _lying_in(root, folder)]:
         if item.soname != item.name:  # as ldconfig does; and as it, leave a real file of that name alone
             root.symlink(item.name, f"{item.folder}/{item.soname}", replace_file=False)
         entries.append(ldcache.Entry(item.soname, f"{item.folder}/{item.soname}", item.flags))
@@ -95,7 +95,9 @@ def _update_loader(root: Root, folders: Sequence[str], first: str, mounts: Seque
     _write_cache(root, entries)
 
 
-def _mounted(mounts: Iterable[Mount]) -> Iterator[_Library]:
+def libraries_of(mounts: Iterable[Mount]) -> list[Library]:
+    """The libraries among mounts, read where their sources are: in the host. Raises StepFailed."""
+    found = []
     for mount in mounts:
         if mount.kind not in ("library", "library32"):
             continue
@@ -107,11 +109,12 @@ def _mounted(mounts: Iterable[Mount]) -> Iterator[_Library]:
         try:
             library = Elf(fd)
             if library.cache_flags:
-                yield _Library(folder, name, library.soname(), library.cache_flags)
+                found.append(Library(folder, name, library.soname(), library.cache_flags))
         except Malformed:
             continue  # it is mounted all the same; a loader could do nothing with it
         finally:
             os.close(fd)
+    return found
 
 
 def _mounted_in(root: Root, folder: str) -> set[str]:
@@ -127,7 +130,7 @@ def _mounted_in(root: Root, folder: str) -> set[str]:
     return {point[len(real) + 1 :] for point in points if point.rpartition("/")[0] == real}
 
 
-def _lying_in(root: Root, folder: str) -> Iterator[_Library]:
+def _lying_in(root: Root, folder: str) -> Iterator[Library]:
     """What ldconfig would take from a folder: of the files with one soname, the one with the highest name."""
     best: dict[tuple[str, int], str] = {}
     mounted = _mounted_in(root, folder)
@@ -149,7 +152,7 @@ def _lying_in(root: Root, folder: str) -> Iterator[_Library]:
         if key[1] and (key not in best or ldcache.name_key(name) > ldcache.name_key(best[key])):
             best[key] = name
     for (soname, flags), name in best.items():
-        yield _Library(folder.rstrip("/"), name, soname, flags)
+        yield Library(folder.rstrip("/"), name, soname, flags)
 
 
 def _write_cache(root: Root, entries: list[ldcache.Entry]) -> None:
