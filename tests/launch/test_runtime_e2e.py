@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpulet.injection import cdi
-from gpulet.node import driver, procfs
+from gpulet.node import driver, nvml, procfs
 from gpulet.sim import node as sim
 from gpulet.sim.node import SimNode
 from support.namespaced import mounts
@@ -32,6 +32,7 @@ class Started:
     """A bundle that goes through gpulet-runtime and is then run by runc."""
 
     def __init__(self, folder: Path, node: SimNode) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder, self.node = folder, node
         self.settings = folder / "config.toml"
         self.configure()
@@ -133,7 +134,6 @@ def test_what_a_cdi_engine_has_put_in_already_is_finished(started: Started, tmp_
         ["disable-device-node-modification"],
         ["update-application-profile"],
     ]
-    (tmp_path / "first").mkdir()
     engine = Started(tmp_path / "first", started.node)
     engine.run(config(PROBE), f"{V}=6")
     foreign = {"path": "/bin/true", "args": ["true"], "env": ["A=1"]}
@@ -145,3 +145,24 @@ def test_what_a_cdi_engine_has_put_in_already_is_finished(started: Started, tmp_
     seen = started.run(made)
     started.check(seen, 6)
     assert started.after["hooks"] == {"createContainer": [foreign]}
+
+
+def test_a_mig_device_by_its_uuid(tmp_path: Path) -> None:
+    """Only NVML and specifications know these UUIDs: with a specification NVML isn't asked."""
+    split = sim.create(tmp_path / "n", "h100x8", gpus=2, mig=["gpu0: 1g.10gb x7"])
+    facts = nvml.facts(str(split.root))
+    wanted = facts.gpus[0].mig[3]
+    asked_nvml = Started(tmp_path / "a", split)
+    seen = asked_nvml.run(config(PROBE), f"{V}={wanted.uuid}")
+    caps = {f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in (wanted.gi_minor, wanted.ci_minor)}
+    assert {"/dev/nvidia0", *caps} <= set(seen["devices"])
+    assert "/dev/nvidia1" not in seen["devices"]
+    by_spec = Started(tmp_path / "b", split)
+    (tmp_path / "b" / "cdi").mkdir()
+    spec = cdi.make_spec(
+        facts, driver.find(str(split.root), version=facts.driver), hook_path="/nowhere/nvidia-cdi-hook"
+    )
+    cdi.write_spec(spec, str(tmp_path / "b" / "cdi" / "nvidia.json"))
+    (split.library_folder / "libnvidia-ml.so.1").rename(split.library_folder / "away")
+    seen = by_spec.run(config(PROBE), f"{V}={wanted.uuid}")
+    assert {"/dev/nvidia0", *caps} <= set(seen["devices"])

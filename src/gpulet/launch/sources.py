@@ -123,11 +123,14 @@ def _from_node(request: Request, settings: Settings) -> Injection:
     if procfs.needs_nvml(facts, request.devices):
         # the specification that the plugin or `gpulet cdi generate` wrote knows MIG devices too, and costs no NVML
         try:
-            return _resolve(tuple(f"{settings.cdi_default_kind}={d}" for d in request.devices), request, settings)
+            found = _resolve(tuple(f"{settings.cdi_default_kind}={d}" for d in request.devices), request, settings)
         except CdiError:
             from gpulet.node import nvml
 
             facts = nvml.facts(root)
+        else:
+            gated = build.gated(facts, request.gated, root=root)
+            return build.merge([found, build.imex(facts, request.imex), gated])
     files = driver.find(root, version=facts.driver, ldcache=settings.cli_ldcache)
     if set(DRIVER_CAPABILITIES) <= set(request.capabilities):
         request = request.replace(capabilities=("all",))  # with the files that belong to none of them
