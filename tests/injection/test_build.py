@@ -166,6 +166,16 @@ def test_a_mig_device_brings_its_own_capabilities_alone() -> None:
     assert injection.proc_mig == (f"{base}/access", f"{base}/ci0/access")
 
 
+def test_a_partitioned_gpu_draws_only_in_a_mig_device_made_for_it() -> None:
+    drm = ("card1",)
+    for profile, drawing in (("1g.10gb", False), ("1g.24gb+gfx", True)):
+        gpu = FACTS.gpus[2].replace(drm=drm, mig=(MIG[0].replace(profile=profile),))
+        facts = FACTS.replace(gpus=(gpu,))
+        for name in ("2:0", "all"):
+            request = Request("environment", (name,), capabilities=("graphics",))
+            assert ("/dev/dri/card1" in paths(build.build(facts, FILES, request))) is drawing
+
+
 def test_a_mig_device_without_capability_minors_is_refused() -> None:
     mig = MIG[0].replace(gi_minor=-1)
     facts = FACTS.replace(gpus=(FACTS.gpus[2].replace(mig=(mig,)),))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from gpulet.errors import UnknownDevice
 from gpulet.injection.capabilities import Capabilities
 from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork, SymLink
-from gpulet.injection.nodes import Nodes, control_nodes, gids_of, gpu_nodes, mig_nodes
+from gpulet.injection.nodes import Nodes, control_nodes, drm_nodes, gids_of, gpu_nodes, mig_nodes
 from gpulet.injection.select import Selection, select
 from gpulet.node.devices import IMEX_FOLDER
 from gpulet.node.driver import DriverFile, DriverFiles
-from gpulet.node.gpu import NodeFacts
+from gpulet.node.gpu import Gpu, NodeFacts
 from gpulet.node.paths import below
 from gpulet.node.procfs import pci_name
 from gpulet.request.model import Request
@@ -121,11 +121,12 @@ def device(
     found: list[DeviceNode] = []
     links: list[SymLink] = []
     for gpu in selection.gpus:
-        found.extend(gpu_nodes(nodes, gpu, asked, f"GPU {gpu.index}"))
-        if asked.graphics:
-            links.extend(SymLink(text, path, f"GPU {gpu.index}") for text, path in gpu.drm_links)
+        found.extend(gpu_nodes(nodes, gpu))
     for mig in selection.migs:
         found.extend(mig_nodes(nodes, mig))
+    for gpu in _drawing(facts, selection) if asked.graphics else ():
+        found.extend(drm_nodes(nodes, gpu))
+        links.extend(SymLink(text, path, f"GPU {gpu.index}") for text, path in gpu.drm_links)
     unique = {node.path: node for node in reversed(found)}  # the first reason stays
     minors = {gpu.minor for gpu in selection.gpus} | {mig.gpu_minor for mig in selection.migs}
     return Injection(
@@ -139,6 +140,13 @@ def device(
             for part in ("", f"/ci{mig.ci}")
         ),
     )
+
+
+def _drawing(facts: NodeFacts, selection: Selection) -> list[Gpu]:
+    """The GPUs that can draw for this selection: a partitioned one can't, but in a MIG device made for graphics."""
+    able = {mig.gpu for mig in selection.migs if "gfx" in mig.profile}
+    able |= {gpu.index for gpu in selection.gpus if not gpu.mig_enabled}
+    return [gpu for gpu in facts.gpus if gpu.index in able]
 
 
 def imex(facts: NodeFacts, channels: Iterable[str], *, dev_root: str = "") -> Injection:

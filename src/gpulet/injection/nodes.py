@@ -66,14 +66,14 @@ def control_nodes(nodes: Nodes, capabilities: Capabilities) -> Iterator[DeviceNo
             yield node
 
 
-def gpu_nodes(nodes: Nodes, gpu: Gpu, capabilities: Capabilities, why: str) -> Iterator[DeviceNode]:
-    if nodes.wsl:
-        return
-    yield nodes.nvidia(gpu.minor, why)
-    if capabilities.graphics:
-        for name in gpu.drm:
-            if f"/dev/dri/{name}" in nodes.known:
-                yield _node(nodes.known[f"/dev/dri/{name}"], why)
+def gpu_nodes(nodes: Nodes, gpu: Gpu) -> Iterator[DeviceNode]:
+    if not nodes.wsl:
+        yield nodes.nvidia(gpu.minor, f"GPU {gpu.index}")
+
+
+def drm_nodes(nodes: Nodes, gpu: Gpu) -> Iterator[DeviceNode]:
+    paths = (f"/dev/dri/{name}" for name in gpu.drm)
+    return (_node(nodes.known[path], f"GPU {gpu.index}") for path in paths if path in nodes.known)
 
 
 def mig_nodes(nodes: Nodes, mig: MigDevice) -> Iterator[DeviceNode]:
