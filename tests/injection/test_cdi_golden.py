@@ -32,7 +32,7 @@ def lines_of(edits: dict[str, Any], root: str) -> Iterator[str]:
     for item in edits.get("hooks", ()):
         words = iter(item["args"][2:])
         for word in words:
-            valued = word in ("--link", "--folder", "--host-driver-version")
+            valued = word in ("--link", "--device-link", "--folder", "--host-driver-version")
             yield short(f"hook {word} {next(words)}" if valued else f"hook {word}")
     for item in edits.get("mounts", ()):
         kind = "ro" if "ro" in item["options"] else "rw"
