@@ -114,7 +114,7 @@ def _keep(at: str, content: dict[str, Any]) -> None:
         text = dumps(content)
         if loads(text) != content:
             return
-        os.makedirs(os.path.dirname(at) or ".", exist_ok=True)
+        os.makedirs(os.path.dirname(at) or ".", 0o755, exist_ok=True)
         with open(aside, "wb") as file:
             file.write(text)
         os.rename(aside, at)
