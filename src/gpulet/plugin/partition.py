@@ -54,27 +54,26 @@ class Partitioner:
         while left:
             first, *others = left
             small = len(left) % size
-            ways = _ways(self._given, others, size - 1, left) if len(left) >= size else []
+            ways = _ways(self._given, [first], others, size - 1, left) if len(left) >= size else []
             if small:
-                ways += _ways(self._given, others, small - 1, left)
-            for way in sorted(ways, key=lambda way: (*way, *[len(self._given)] * (size - len(way)))):
-                taken = [first, *way]
-                score = _pairs(self._given, taken)
-                rest = [gpu for gpu in others if gpu not in way]
+                ways += _ways(self._given, [first], others, small - 1, left)
+            inf = len(self._given)  # the gaps of the smaller set come after every GPU
+            in_order = sorted((sorted(way) + [inf] * (size - len(way)), way, score) for way, score in ways)
+            for _, taken, score in in_order:
+                rest = [gpu for gpu in others if gpu not in taken]
                 if score + self._split(self._mask(rest), size) == target:
                     break
             left, target = rest, target - score
             if len(taken) == size and score > best[0]:
-                best = score, taken
+                best = score, sorted(taken)
         return best[1]
 
     def _best_around(self, free: set[int], must: set[int], size: int) -> list[int]:
         pool = self._mask(free)
         fixed = sorted(must)
         best: tuple[int, int, list[int]] | None = None
-        for way in _ways(self._given, sorted(free - must), size - len(fixed), sorted(free)):
-            gpus = sorted([*fixed, *way])
-            score = _pairs(self._given, gpus)
+        for way, score in _ways(self._given, fixed, sorted(free - must), size - len(fixed), sorted(free)):
+            gpus = sorted(way)
             total = score + self._split(pool & ~self._mask(gpus), size)
             if best is None or (total, score) > best[:2] or ((total, score) == best[:2] and gpus < best[2]):
                 best = (total, score, gpus)
@@ -130,13 +129,8 @@ class Partitioner:
         else:
             options, fixed, count = bits[1:], bits[:1], size - 1
         reached: dict[int, int] = {}
-        for way in _ways(self._scores, options, count, bits):
-            members = [*fixed, *way]
-            remaining = mask
-            for bit in members:
-                remaining ^= 1 << bit
-            state = self._canon(remaining)
-            score = _pairs(self._scores, members)
+        for members, score in _ways(self._scores, fixed, options, count, bits):
+            state = self._canon(mask - sum([1 << bit for bit in members]))
             if score > reached.get(state, -1):
                 reached[state] = score
         promising = sorted(((score + self._bound(state, size), score, state) for state, score in reached.items()))
@@ -147,9 +141,11 @@ class Partitioner:
         return best
 
 
-def _ways(scores: Matrix, members: Sequence[int], count: int, pool: Sequence[int]) -> list[tuple[int, ...]]:
-    """The ways to take `count` of the members, in ascending order inside; of those that are interchangeable as far as
-    the pool is concerned always the lowest."""
+def _ways(
+    scores: Matrix, fixed: Sequence[int], members: Sequence[int], count: int, pool: Sequence[int]
+) -> list[tuple[tuple[int, ...], int]]:
+    """The ways to add `count` of the members to the fixed ones, each with its score; of members that are
+    interchangeable as far as the pool is concerned always the first."""
     groups: list[list[int]] = []
     for one in members:
         for group in groups:
@@ -159,16 +155,23 @@ def _ways(scores: Matrix, members: Sequence[int], count: int, pool: Sequence[int
                 break
         else:
             groups.append([one])
-    ways: list[tuple[int, ...]] = [()]
-    left = len(members)
+    if len(groups) == len(members):  # nothing is interchangeable: no need to count
+        plain = [(*fixed, *way) for way in combinations(members, count)]
+        return [(way, _pairs(scores, way)) for way in plain]
+    ways = [(tuple(fixed), _pairs(scores, fixed))]
+    left, full = len(members), len(fixed) + count
     for group in groups:
         left -= len(group)
-        ways = [
-            (*way, *group[:taken])
-            for way in ways
-            for taken in range(max(0, count - len(way) - left), min(len(group), count - len(way)) + 1)
-        ]
-    return [tuple(sorted(way)) for way in ways]
+        row = scores[group[0]]
+        inside = row[group[1]] if len(group) > 1 else 0
+        grown = []
+        for way, score in ways:
+            least, most = max(0, full - len(way) - left), min(len(group), full - len(way))
+            link = sum([row[other] for other in way]) if most else 0
+            for taken in range(least, most + 1):
+                grown.append((way + tuple(group[:taken]), score + taken * link + taken * (taken - 1) // 2 * inside))
+        ways = grown
+    return ways
 
 
 def _bits(mask: int) -> list[int]:
