@@ -178,6 +178,13 @@ def test_mig_devices_stand_for_their_gpu(tmp_path: Path) -> None:
     assert edits["1:2"] == edits[mig.uuid]
 
 
+def test_a_gpu_that_only_drives_a_screen_is_not_offered(tmp_path: Path) -> None:
+    facts, files = h100(tmp_path)
+    gpus = (facts.gpus[0], facts.gpus[1].replace(name="NVIDIA DGX Display"), facts.gpus[2])
+    spec = cdi.make_spec(facts.replace(gpus=gpus), files, names=["index"])
+    assert [device["name"] for device in spec["devices"]] == ["0", "2", "all"]
+
+
 def test_groups_raise_the_version_and_can_be_left_out(tmp_path: Path) -> None:
     facts, files = h100(tmp_path)
     nodes = tuple(node.replace(mode=0o660, gid=44) if node.path == "/dev/nvidia0" else node for node in facts.nodes)

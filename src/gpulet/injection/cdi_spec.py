@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # are left for the engine to look up when a container starts, so that a spec doesn't go stale with the next boot.
 _FIXED_MAJORS = (195, 226)
 
+_DISPLAY_ONLY = "DGX Display"  # the GPU of a DGX Station that only drives its screen
+
 # An engine gives a hook the container's environment where the hook has none of its own, and that is the image's.
 _HOOK_ENV = ["GPULET_HOOK=1"]
 
@@ -128,8 +130,9 @@ def _names(device: Gpu | MigDevice, namings: Sequence[str]) -> Iterable[str]:
 
 
 def _devices(facts: NodeFacts) -> list[tuple[Gpu | MigDevice, Selection]]:
-    """What is offered: each GPU that isn't partitioned, each MIG device."""
-    whole = [(gpu, Selection((gpu,))) for gpu in facts.gpus if not gpu.mig_enabled]
+    """What is offered: each GPU that computes and isn't partitioned, each MIG device."""
+    able = (gpu for gpu in facts.gpus if not gpu.mig_enabled and gpu.name.removeprefix("NVIDIA ") != _DISPLAY_ONLY)
+    whole = [(gpu, Selection((gpu,))) for gpu in able]
     return [*whole, *((mig, Selection((), (mig,))) for gpu in facts.gpus for mig in gpu.mig)]
 
 
