@@ -54,6 +54,12 @@ def test_two_asked_for_two_given_and_the_pods_own_word_is_worth_nothing(tmp_path
         assert (seen.source, seen.devices) == ("ledger", GPUS)
 
 
+def test_the_containers_names_do_not_choose_the_mode_either(tmp_path: Path) -> None:
+    book = ledger(tmp_path, entry(GPUS[0]))
+    seen = decide(container(f"{V}=nvidia.com/gpu=all", annotations=pod()), KUBELET, book)
+    assert (seen.mode, seen.request.devices) == ("jit-cdi", (GPUS[0],))
+
+
 @pytest.mark.parametrize("env", [f"{V}=all", "CUDA_VERSION=11.0", "A=1"])
 def test_no_entry_no_gpu(tmp_path: Path, env: str) -> None:
     book = ledger(tmp_path, entry(*GPUS))

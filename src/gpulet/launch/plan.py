@@ -161,6 +161,6 @@ def _libraries(config: dict[str, Any], injection: Injection, work: RootfsWork) -
     for entry in config.get("mounts") or [] if work.folders else []:
         path = str(entry.get("destination") or "")
         folder, _, name = path.rpartition("/")
-        if path not in known and folder in work.folders and ".so" in name:
+        if path not in known and folder in work.folders and name.startswith("lib") and ".so" in name:
             known[path] = Mount(str(entry.get("source") or ""), path, kind="library")
     return tuple(known.values())

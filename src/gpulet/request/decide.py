@@ -59,6 +59,8 @@ def decide(
             Request(variable=wish.variable, privileged=container.privileged, reason=reason), trace.rules(), mode
         )
     own_word = wish.source != "ledger"
+    if not own_word and settings.mode == "auto":
+        mode = _default_mode(hook)  # the names that chose another were the container's, and don't count
     mig_config, mig_monitor = _mig(container, trace, strict=mode == "legacy")
     request = Request(
         source=wish.source,
@@ -78,7 +80,7 @@ def decide(
 
 def _wish(container: Container, settings: Settings, trace: Trace, hook: bool) -> tuple[Asked, str]:
     """What is asked for and the mode. In mode auto CDI names decide the mode, and only mode cdi reads annotations."""
-    default = "legacy" if hook else "jit-cdi"
+    default = _default_mode(hook)
     mode, where = settings.mode, settings.where("mode")
     if mode != "auto":
         trace.note("mode", mode, where, f"mode {mode}")
@@ -97,6 +99,10 @@ def _wish(container: Container, settings: Settings, trace: Trace, hook: bool) ->
         return wish, "cdi"
     trace.note("mode", "auto", where, f"mode {default}")
     return wish, default
+
+
+def _default_mode(hook: bool) -> str:
+    return "legacy" if hook else "jit-cdi"
 
 
 def _after_policy(
