@@ -182,8 +182,15 @@ def test_faults_are_kept_across_restarts(folder, kubelet):
         kubelet.wait_for(GPU, 1)
         plugin.until(lambda: (state / "health.json").exists())
     kubelet.wait_for(GPU, 0)
-    with plugin.running(folder, lambda: facts(2), f"--state-dir={state}"):
+    with plugin.running(folder, lambda: facts(2), f"--state-dir={state}", refresh_every=0.1):
         assert kubelet.wait_for(GPU, 1).unhealthy == (gpu_uuid(1),)
+        (state / "well").mkdir()
+        (state / "well" / gpu_uuid(1)).touch()  # the operator's word
+        kubelet.wait_for(GPU, 2)
+        assert not list((state / "well").iterdir())
+    kubelet.wait_for(GPU, 0)
+    with plugin.running(folder, lambda: facts(2), f"--state-dir={state}"):
+        kubelet.wait_for(GPU, 2)
 
 
 def test_eight_thousand_devices_arrive_at_once(folder, kubelet):
@@ -238,6 +245,21 @@ def test_metrics_and_probes(folder, kubelet):
         kubelet.stop()
         plugin.until(lambda: "no stream" in get(port, "/readyz")[1])
         assert get(port, "/other")[0] == 404
+
+
+def test_a_bug_in_an_agent_ends_the_daemon_aloud(folder, kubelet, monkeypatch):
+    with pytest.raises(ZeroDivisionError), plugin.running(folder, lambda: facts(1)) as running:
+        kubelet.wait_for(GPU, 1)
+        monkeypatch.setattr("gpulet.plugin.kubelet.decide", lambda state, seen: 1 // 0)
+        running.thread.join(5)
+
+
+def test_a_waiting_plugin_says_what_for(folder, caplog):
+    caplog.set_level("INFO", "gpulet")
+    with plugin.running(folder, lambda: facts(1)):
+        plugin.until(lambda: f"waiting for the kubelet's socket {folder}/kubelet.sock" in caplog.text)
+        time.sleep(0.3)
+    assert caplog.text.count("waiting for the kubelet") == 1
 
 
 def test_no_thread_is_left(folder, kubelet):

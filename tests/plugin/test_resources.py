@@ -94,6 +94,8 @@ def test_time_slicing():
     assert offered(facts(8), time_slicing=sharing(devices=3)) == {"nvidia.com/gpu": 5 + 30}
     absent = Sharing((Shared("nvidia.com/other", 2),))
     assert offered(facts(8), time_slicing=absent) == {"nvidia.com/gpu": 8}
+    problems = inventory(facts(8), Config(time_slicing=absent)).problems
+    assert problems == ("nvidia.com/other: sharing names it, and this node doesn't have it",)
 
 
 def test_replicas():

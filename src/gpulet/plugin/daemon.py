@@ -112,6 +112,7 @@ class Daemon:
         self.generation: Generation | None = None
         self.agents: dict[str, Agent] = {}
         self._load, self._look, self._publish = load, look, publish
+        self._failure: BaseException | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reload = asyncio.Event()
         self._file: tuple[int, int] | None = None
@@ -134,6 +135,8 @@ class Daemon:
             await asyncio.to_thread(self.wellness.stop)
             for name in list(self._tasks):
                 await self._end(name)
+        if self._failure:
+            raise self._failure
 
     async def _first(self, config: Config) -> None:
         try:
@@ -160,6 +163,7 @@ class Daemon:
             except GpuletError as error:
                 log.error("new configuration refused, the last one stays: %s", error)
         try:
+            self.wellness.take_acknowledgements(config)
             facts = await asyncio.to_thread(self._look, config)
             self.wellness.hear(NvmlState(user="facts"))
             current = self.generation
@@ -169,7 +173,7 @@ class Daemon:
         except NvmlError as error:
             log.error("the node's GPUs can't be asked: %s", error)
             self.wellness.hear(NvmlState(str(error), user="facts"))
-        except GpuletError as error:
+        except (GpuletError, OSError) as error:
             log.error("the last generation stays: %s", error)
             return self.generation.config if self.generation else config
         return config
@@ -234,6 +238,7 @@ class Daemon:
         """An agent ends only when told to: anything else is a bug, and a daemon that hides it would be worse."""
         if not task.cancelled() and (error := task.exception()):
             log.critical("the agent of %s failed: ending", task.get_name(), exc_info=error)
+            self._failure = error
             self.stop.set()
 
     async def _end(self, name: str) -> None:

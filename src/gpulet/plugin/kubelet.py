@@ -151,6 +151,7 @@ class Agent:
         self.endpoint = offer.resource.endpoint
         self.path = os.path.join(folder, self.endpoint)
         self.state = State()
+        self._waiting = False
         self._kubelet_socket = kubelet_socket
         self._offer = offer
         self._server: Server | None = None
@@ -184,6 +185,9 @@ class Agent:
     async def _look(self) -> None:
         own = self._server.holds_socket() if self._server else None
         seen = Seen(time.monotonic(), identify(self._kubelet_socket), own, self.streams)
+        if seen.kubelet is None and not self._waiting:
+            log.info("%s: waiting for the kubelet's socket %s", self.name, self._kubelet_socket)
+        self._waiting = seen.kubelet is None
         self.state, action = decide(self.state, seen)
         if action == "enlist":
             await self._enlist(seen.kubelet)

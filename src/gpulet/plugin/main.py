@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFact
     except GpuletError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

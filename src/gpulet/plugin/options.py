@@ -88,7 +88,7 @@ OPTIONS: tuple[Option, ...] = (
     _row("health_profile", "text", "health-profile", "HEALTH_PROFILE", "flags.plugin.healthProfile",
          "(ours) default: pass over the Xids that the peer does; catalogue: go by NVIDIA's catalogue"),
     _row("state_dir", "text", "state-dir", "STATE_DIR", "flags.plugin.stateDir",
-         "(ours) where faults are kept across restarts; empty: they aren't"),
+         "(ours) where faults are kept across restarts (empty: they aren't); a file well/UUID in it clears a GPU's"),
     _row("metrics_address", "text", "metrics-address", "METRICS_ADDRESS", "",
          "(ours) host:port for /metrics, /healthz and /readyz; empty: none"),
     _row("log_format", "text", "log-format", "LOG_FORMAT", "", "(ours) text or json"),

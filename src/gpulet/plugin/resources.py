@@ -98,6 +98,8 @@ def inventory(facts: NodeFacts, config: Config) -> Inventory:
         problems.append("sharing using MPS is not supported for MIG devices: they are left out")
         found = {name: kept for name, devices in found.items() if (kept := [d for d in devices if not d.mig])}
     if config.sharing is not None:
+        absent = [item.name for item in config.sharing.resources if item.name not in found]
+        problems += [f"{name}: sharing names it, and this node doesn't have it" for name in absent]
         found = replicate(found, config.sharing)
     return Inventory(tuple(Resource(name, tuple(found[name])) for name in sorted(found)), tuple(problems))
 

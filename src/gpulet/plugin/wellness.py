@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin.config import Config
-from gpulet.plugin.health import Event, Health, Memory, Notice, Policy, XidSeen, read_policy, step
+from gpulet.plugin.health import Acknowledged, Event, Health, Memory, Notice, Policy, XidSeen, read_policy, step
 from gpulet.plugin.monitor import Monitor, Session
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,15 @@ class Wellness:
             except OSError as error:
                 log.error("faults can't be kept in %s: %s", self._memory.path, error.strerror)
         self._changed()
+
+    def take_acknowledgements(self, config: Config) -> None:
+        """The operator's word: each file STATE_DIR/well/<GPU's UUID> clears that GPU's faults, and is removed."""
+        folder = os.path.join(config.state_dir, "well")
+        if not config.state_dir or not os.path.isdir(folder):
+            return
+        for uuid in sorted(os.listdir(folder)):
+            self.hear(Acknowledged(uuid))
+            os.unlink(os.path.join(folder, uuid))
 
     def stop(self) -> None:
         """End the watch."""
