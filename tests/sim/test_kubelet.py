@@ -136,7 +136,7 @@ def test_registrations_that_are_refused(folder, kubelet, plugin, version, resour
 
 
 def test_a_plugin_that_is_not_there(folder, kubelet, monkeypatch):
-    monkeypatch.setattr("gpulet.sim.kubelet.CALL_BACK_TIMEOUT", 0.3)
+    monkeypatch.setattr("gpulet.sim.endpoint.CALL_BACK_TIMEOUT", 0.3)
     plugin = TinyPlugin(folder)
     plugin.stop()
     with pytest.raises(grpc.RpcError) as caught:

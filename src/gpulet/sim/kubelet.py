@@ -23,11 +23,10 @@ from gpulet.plugin.api import deviceplugin_pb2 as pb
 from gpulet.plugin.api import deviceplugin_pb2_grpc as rpc
 from gpulet.sim.allocation import Allocation, merge
 from gpulet.sim.checkpoint import Checkpoint, Entry
+from gpulet.sim.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from gpulet.sim.pods import Pod
-
-CALL_BACK_TIMEOUT = 10.0  # seconds the kubelet waits for a plugin's socket
 
 
 class AdmissionError(GpuletError):
@@ -48,52 +47,6 @@ class ResourceStatus:
     unhealthy: tuple[str, ...] = ()
 
 
-class _Endpoint:
-    """One registered plugin socket: a channel and the thread that reads its list."""
-
-    def __init__(self, path: Path, resource: str, manager: Kubelet) -> None:
-        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
-        self.channel = grpc.insecure_channel(f"unix:{path}", options=options)
-        self.resource = resource
-        self.stub = rpc.DevicePluginStub(self.channel)
-        self.options: Any = None
-        self.stopped = False
-        self._manager = manager
-        self._stream: Any = None
-        self._turn = threading.Lock()  # opening and closing may meet when the kubelet stops during a registration
-        self._closed = False
-        self._thread = threading.Thread(target=self._read, name=f"kubelet-{resource}", daemon=True)
-
-    def open(self) -> None:
-        """Ask for the options and open the stream. Raises grpc.RpcError."""
-        self.options = self.stub.GetDevicePluginOptions(pb.Empty(), timeout=CALL_BACK_TIMEOUT, wait_for_ready=True)
-        with self._turn:
-            if self._closed:
-                return
-            self._stream = self.stub.ListAndWatch(pb.Empty())
-            self._thread.start()
-
-    def _read(self) -> None:
-        try:
-            for message in self._stream:
-                self._manager._replace(self, message)
-        except grpc.RpcError:
-            pass  # the end of a stream says the same, whatever its reason
-        finally:
-            self.stopped = True
-            self._manager._lost(self)
-
-    def close(self) -> None:
-        """End the stream and wait for its thread."""
-        with self._turn:
-            self._closed = True
-            stream = self._stream
-        if stream is not None:
-            stream.cancel()
-            self._thread.join(5)
-        self.channel.close()
-
-
 class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
     """The device manager of one node, with its sockets and its checkpoint in `folder`."""
 
@@ -106,7 +59,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         self._ledger = Checkpoint(self.checkpoint)
         self._changed = threading.Condition(threading.RLock())
         self._admitting = threading.Lock()
-        self._endpoints: dict[str, _Endpoint] = {}
+        self._endpoints: dict[str, Endpoint] = {}
         self._devices: dict[str, dict[str, Any]] = {}  # resource -> id -> pb.Device
         self._server: Any = None
         self._running = False
@@ -168,7 +121,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
             context.abort(grpc.StatusCode.UNKNOWN, f"failed to register device plugin: {supported}: {request.version}")
         if not _extended(request.resource_name):
             context.abort(grpc.StatusCode.UNKNOWN, f"the ResourceName {request.resource_name!r} is invalid")
-        endpoint = _Endpoint(self.folder / request.endpoint, request.resource_name, self)
+        endpoint = Endpoint(self.folder / request.endpoint, request.resource_name, self._replace, self._lost)
         with self._changed:
             if not self._running:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the kubelet is stopping")
@@ -187,13 +140,13 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
             self._changed.notify_all()
         return pb.Empty()
 
-    def _replace(self, endpoint: _Endpoint, message: Any) -> None:
+    def _replace(self, endpoint: Endpoint, message: Any) -> None:
         with self._changed:
             if self._endpoints.get(endpoint.resource) is endpoint:
                 self._devices[endpoint.resource] = {device.ID: device for device in message.devices}
                 self._changed.notify_all()
 
-    def _lost(self, endpoint: _Endpoint) -> None:
+    def _lost(self, endpoint: Endpoint) -> None:
         with self._changed:
             if self._endpoints.get(endpoint.resource) is endpoint:
                 for device in self._devices.get(endpoint.resource, {}).values():
@@ -273,7 +226,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
             self._ledger.entries = [entry for entry in self._ledger.entries if entry.pod_uid != pod_uid]
             self._write()
 
-    def _choose(self, resource: str, count: int, reusable: set[str]) -> tuple[_Endpoint, list[str]]:
+    def _choose(self, resource: str, count: int, reusable: set[str]) -> tuple[Endpoint, list[str]]:
         with self._changed:
             endpoint = self._endpoints.get(resource)
             devices = self._devices.get(resource, {})
@@ -294,7 +247,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         chosen = dict.fromkeys([*again, *(device_id for device_id in preferred if device_id in free), *free])
         return endpoint, list(chosen)[:count]
 
-    def _prefer(self, endpoint: _Endpoint, available: list[str], required: list[str], count: int) -> list[str]:
+    def _prefer(self, endpoint: Endpoint, available: list[str], required: list[str], count: int) -> list[str]:
         request = pb.PreferredAllocationRequest(
             container_requests=[
                 pb.ContainerPreferredAllocationRequest(
@@ -308,7 +261,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
             raise AdmissionError(f"rpc error: {_reason(error)}", error.code().name) from error
         return list(reply.container_responses[0].deviceIDs) if reply.container_responses else []
 
-    def _call(self, name: str, endpoint: _Endpoint, request: Any) -> Any:
+    def _call(self, name: str, endpoint: Endpoint, request: Any) -> Any:
         began = time.perf_counter()
         try:
             return getattr(endpoint.stub, name)(request)
