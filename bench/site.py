@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from gpulet import linux
 from gpulet.engines.launchers import write_launchers
 from gpulet.errors import EngineError
 from gpulet.sim import node as simulated
@@ -80,6 +81,9 @@ class Site:
 
     def __init__(self, profile: str = "h100x8") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpb"))
+        linux.mount(
+            "gpulet-bench", str(self.folder), "tmpfs", linux.MS_NOSUID, "mode=755"
+        )  # a disk's moods aren't ours
         self.cgroup = f"gpulet-bench-{os.getpid()}"
         self._images = ImageStore(self.folder / "images")
         self._number = 0
@@ -88,7 +92,7 @@ class Site:
             self.node = simulated.create(self.folder / "node", profile)
             self.launchers = write_launchers(self.folder / "bin")
         except BaseException:
-            shutil.rmtree(self.folder)
+            self._clear()
             raise
 
     def __enter__(self) -> Site:
@@ -98,7 +102,11 @@ class Site:
         for container in list(self._living.values()):
             container.remove()
         remove_tree(self.cgroup)
-        shutil.rmtree(self.folder)
+        self._clear()
+
+    def _clear(self) -> None:
+        linux.umount2(str(self.folder), linux.MNT_DETACH)
+        self.folder.rmdir()
 
     def config(self, name: str, text: str) -> dict[str, str]:
         """Writes a config.toml and gives the environment in which every toolkit's program finds it."""
