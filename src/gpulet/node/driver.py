@@ -18,7 +18,7 @@ from gpulet.node.procfs import driver_version, read_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
 __all__ = ["DriverFile", "DriverFiles", "Missing", "cached_folders", "find", "library_folders"]
 
@@ -134,10 +134,10 @@ class _Search:
                 for name in sorted(names):
                     stem = _stem(name, version)
                     if stem and not names[name]:
-                        yield self._library(place, name, stem, kind, links.get(name, ()))
+                        yield self._library(place, name, stem, kind, links.get(name, {}))
 
-    def _links(self, folder: str, names: dict[str, bool]) -> dict[str, list[str]]:
-        """File name -> names of the links in the folder that end at it."""
+    def _links(self, folder: str, names: dict[str, bool]) -> dict[str, dict[str, str]]:
+        """File name -> the links in the folder that end at it, each name with the link's text."""
         direct = {}
         for name, is_link in names.items():
             if is_link and ".so" in name:
@@ -145,15 +145,15 @@ class _Search:
                     direct[name] = os.readlink(below(self.root, f"{folder}/{name}"))
                 except OSError:
                     continue
-        out: dict[str, list[str]] = {}
-        for name in direct:
+        out: dict[str, dict[str, str]] = {}
+        for name, text in direct.items():
             end, hops = name, 0
             while end in direct and hops < 8:
                 end, hops = direct[end], hops + 1
-            out.setdefault(end, []).append(name)
+            out.setdefault(end, {})[name] = text
         return out
 
-    def _library(self, folder: str, name: str, stem: str, kind: str, beside: Sequence[str]) -> DriverFile:
+    def _library(self, folder: str, name: str, stem: str, kind: str, beside: Mapping[str, str]) -> DriverFile:
         path = f"{folder}/{name}"
         soname = self._soname(path, name, stem, beside)
         links = dict.fromkeys([(name, f"{folder}/{soname}")] if soname and soname != name else [])
@@ -162,11 +162,11 @@ class _Search:
         taken = {link for _text, link in links}
         for other in sorted(beside):
             if f"{folder}/{other}" not in taken:
-                links[(name, f"{folder}/{other}")] = None
+                links[(beside[other], f"{folder}/{other}")] = None
         capability = table.CAPABILITY_OF_LIBRARY.get(stem, table.EVERYTHING)
         return DriverFile(path, below(self.root, path), kind, capability, soname, tuple(links))
 
-    def _soname(self, path: str, name: str, stem: str, beside: Sequence[str]) -> str:
+    def _soname(self, path: str, name: str, stem: str, beside: Mapping[str, str]) -> str:
         """From the links beside the file (ldconfig made them), else out of the file itself."""
         versioned = [link for link in beside if link.startswith(stem + ".so.")]
         if versioned:
@@ -182,7 +182,7 @@ class _Search:
             for name in sorted(names):
                 stem = name.partition(".so.")[0]
                 if stem in table.OWN_VERSION and stem not in present and not names[name]:
-                    yield self._library(folder, name, stem, "library", self._links(folder, names).get(name, ()))
+                    yield self._library(folder, name, stem, "library", self._links(folder, names).get(name, {}))
 
     # -- everything else --
 
