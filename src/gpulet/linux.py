@@ -28,6 +28,7 @@ MS_NODEV = 0x4
 MS_NOEXEC = 0x8
 MS_REMOUNT = 0x20
 MS_BIND = 0x1000
+MS_MOVE = 0x2000
 MS_REC = 0x4000
 MS_PRIVATE = 0x40000
 MS_SLAVE = 0x80000
@@ -47,7 +48,9 @@ MOUNT_ATTR_NODEV = 0x4
 MOUNT_ATTR_NOEXEC = 0x8
 # linux/sched.h
 CLONE_NEWNS = 0x00020000
+CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
 # System calls that came after the architectures agreed on one table have one number everywhere.
 SYS_open_tree = 428
 SYS_move_mount = 429
@@ -318,3 +321,28 @@ def setns(fd: int, kind: int, name: str = "") -> None:
 def unshare(kinds: int) -> None:
     """unshare(2)."""
     _libc().call("unshare", kinds, name="namespaces")
+
+
+def pivot_root(new: str, old: str) -> None:
+    """pivot_root(2)."""
+    _libc().call("pivot_root", os.fsencode(new), os.fsencode(old), name=new)
+
+
+# -- a process's own privileges
+
+
+def prctl(option: int, *values: int, name: str = "") -> int:
+    """prctl(2), with the unused values as 0, which some options insist on."""
+    return _libc().call("prctl", option, *values, *[0] * (4 - len(values)), name=name or f"prctl {option}")
+
+
+def capset(effective: int, permitted: int, inheritable: int) -> None:
+    """capset(2) for this process (linux/capability.h, version 3). Each is a mask of capabilities, 1 << CAP_*."""
+    halves = [mask >> shift & 0xFFFFFFFF for shift in (0, 32) for mask in (effective, permitted, inheritable)]
+    header, data = struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", *halves)
+    _libc().call("capset", header, data, name="capabilities")
+
+
+def setrlimit(resource: int, most: int) -> None:
+    """setrlimit(2): the soft and the hard limit. The module of that name is a file, out of reach after chroot."""
+    _libc().call("setrlimit", resource, struct.pack("=QQ", most, most), name="limit")

@@ -72,6 +72,7 @@ class Settings(Value):
     ignore_imex_requests: bool = False
     no_device_gids: bool = False
     capabilities: str = "requested"
+    loader_cache: str = "native"
     state_dir: str = "/run/gpulet"
     policy_grants: str = "env"
     policy_checkpoint: str = "/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
@@ -143,6 +144,7 @@ KEYS = {
     "features.ignore-imex-channel-requests": "ignore_imex_requests",
     "features.no-additional-gids-for-device-nodes": "no_device_gids",
     "gpulet.capabilities": "capabilities",
+    "gpulet.loader-cache": "loader_cache",
     "gpulet.state-dir": "state_dir",
     "gpulet.policy.grants": "policy_grants",
     "gpulet.policy.checkpoint": "policy_checkpoint",
@@ -152,6 +154,7 @@ KEYS = {
 CHOICES = {
     "mode": ("auto", "cdi", "jit-cdi", "legacy", "csv"),
     "capabilities": ("requested", "all"),
+    "loader_cache": ("native", "ldconfig"),
     "policy_grants": ("env", "kubelet"),
     "policy_untrusted_env": ("ignore", "deny"),
 }

@@ -210,6 +210,11 @@ class Root:
         self.record(f"write {path}", restore)
         return True
 
+    def keep(self, path: str, what: str) -> None:
+        """Notes how to put a file back that another program is about to write; what: the change in words."""
+        parent, name = self.split(path)
+        self.record(what, self._restorer(parent, name, self._before(parent, name)))
+
     def place(self, path: str, directory: bool) -> int:
         """A descriptor of the file or folder that a mount shall cover, made empty where missing. The caller closes it.
 

@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
+    from gpulet.injection.confine import Program
+
 RO, NOSUID = linux.MOUNT_ATTR_RDONLY, linux.MOUNT_ATTR_NOSUID
 NODEV, NOEXEC = linux.MOUNT_ATTR_NODEV, linux.MOUNT_ATTR_NOEXEC
 ATTRIBUTES = {"ro": RO, "nosuid": NOSUID, "nodev": NODEV, "noexec": NOEXEC}
 PROFILES = rootfs.PROFILE.rpartition("/")[0]
+LDCONFIG = "/sbin/ldconfig"
 COPIED = ("params", "version", "registry")  # what a container sees of the driver in /proc, besides its own GPUs
 
 
@@ -49,13 +52,16 @@ def apply(
     devbind: bool = True,
     driver_root: str = "/",
     rules: Sequence[cgroup.Rule] = (),
+    ldconfig: Program | None = None,
+    pivot: bool = True,
     fork: bool = True,
 ) -> tuple[str, ...]:
     """Carries the injection out in the container of process `pid`, whose root file system is the folder `root` there.
 
     cgroups: allow the devices in the container's cgroup, and those of `rules`; devbind: mount device nodes;
-    driver_root: whose proc/driver/nvidia the container is to see a part of; fork: work in a child. Without, this
-    process itself stays in the container's namespaces, which saves 2 ms to a program that has nothing else to do.
+    driver_root: whose proc/driver/nvidia the container is to see a part of; ldconfig: run this to write the loader's
+    cache, in place of merging it; pivot: see confine.run; fork: work in a child. Without, this process itself stays in
+    the container's namespaces, which saves 2 ms to a program that has nothing else to do.
     Answers what was done, in words. Raises StepFailed, and then nothing stays changed.
     """
     with _Namespaces(pid) as namespaces:
@@ -68,7 +74,7 @@ def apply(
                 change = cgroup.allow(cgroup.find(pid), tuple(allowed))
 
             def work() -> tuple[str, ...]:
-                return _in_container(injection, namespaces, root, sources)
+                return _in_container(injection, namespaces, root, sources, ldconfig, pivot)
 
             try:
                 # Of a user namespace's processes none may take device rules back.
@@ -236,7 +242,14 @@ def _bus_key(bus_id: str) -> str:
 # -- in the container
 
 
-def _in_container(injection: Injection, namespaces: _Namespaces, path: str, sources: _Sources) -> tuple[str, ...]:
+def _in_container(
+    injection: Injection,
+    namespaces: _Namespaces,
+    path: str,
+    sources: _Sources,
+    ldconfig: Program | None,
+    pivot: bool,
+) -> tuple[str, ...]:
     descriptors = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     with namespaces.join(path) as root:
         seals = []
@@ -250,10 +263,32 @@ def _in_container(injection: Injection, namespaces: _Namespaces, path: str, sour
                 _attach(root, step.tree, step.path, step.directory, step.name, descriptors)
         for node in sources.missing:
             _make_node(root, node)
-        rootfs.carry_out(root, injection.rootfs, sources.libraries)
+        program = _loader_program(root, ldconfig, pivot) if ldconfig is not None else None
+        rootfs.carry_out(root, injection.rootfs, sources.libraries, program)
         for tree in seals:
             _seal(tree)
         return tuple(root.done)
+
+
+def _loader_program(root: Root, program: Program, pivot: bool) -> Callable[[Sequence[str]], bool]:
+    from gpulet.injection import confine
+
+    if not program.path:  # the container's own; distributions with a script of that name keep the program beside it
+        real = f"{LDCONFIG}.real"
+        program = confine.Program(real if root.exists(real) else LDCONFIG)
+
+    def run(folders: Sequence[str]) -> bool:
+        root.keep(rootfs.CACHE, f"run {program.path}")
+        try:
+            confine.run(root.fd, program, ["-f", rootfs.CONF, "-C", rootfs.CACHE, *folders], root.owner, pivot=pivot)
+        except StepFailed as error:
+            if error.errno != confine.ENOENT:
+                raise
+            root.record(f"{program.path} isn't there: the cache is merged directly", lambda: None)
+            return False
+        return True
+
+    return run
 
 
 def _attach(root: Root, tree: int, path: str, directory: bool, name: str, descriptors: int) -> None:

@@ -18,7 +18,7 @@ from gpulet.node import ldcache
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 CACHE = "/etc/ld.so.cache"
 CONF = "/etc/ld.so.conf"
@@ -49,8 +49,16 @@ def prepare(root: str, work: RootfsWork, mounts: Sequence[Mount] = ()) -> tuple[
         return tuple(held.done)
 
 
-def carry_out(root: Root, work: RootfsWork, libraries: Sequence[Library] = ()) -> None:
-    """The same on a root that is open already, with the libraries that were read from the host's files."""
+def carry_out(
+    root: Root,
+    work: RootfsWork,
+    libraries: Sequence[Library] = (),
+    ldconfig: Callable[[Sequence[str]], bool] | None = None,
+) -> None:
+    """The same on a root that is open already, with the libraries that were read from the host's files.
+
+    ldconfig: writes the loader's cache with the folders given first, in place of our merging, unless it answers False.
+    """
     for link in work.links:
         root.symlink(link.target, link.path)
     weighed = bool(work.host_driver or work.host_cuda)
@@ -59,7 +67,7 @@ def carry_out(root: Root, work: RootfsWork, libraries: Sequence[Library] = ()) -
     else:  # where each step is a hook of its own, an earlier one has decided
         first = (root.read(COMPAT) or b"").decode("utf-8", "surrogateescape").strip()
     if work.folders or (weighed and (first or root.exists(COMPAT))):
-        _update_loader(root, work.folders, first, libraries)
+        _update_loader(root, work.folders, first, libraries, ldconfig)
     if work.profile_minors:
         write_profile(root, work.profile_minors)
 
@@ -77,7 +85,13 @@ class Library:
         self.flags = flags
 
 
-def _update_loader(root: Root, folders: Sequence[str], first: str, libraries: Sequence[Library]) -> None:
+def _update_loader(
+    root: Root,
+    folders: Sequence[str],
+    first: str,
+    libraries: Sequence[Library],
+    ldconfig: Callable[[Sequence[str]], bool] | None,
+) -> None:
     entries = []
     for item in libraries or [item for folder in folders for item in _lying_in(root, folder)]:
         if item.soname != item.name:  # as ldconfig does; and as it, leave a real file of that name alone
@@ -92,7 +106,8 @@ def _update_loader(root: Root, folders: Sequence[str], first: str, libraries: Se
     if musl and not root.exists(CACHE):
         return  # musl has no cache
     _write_conf(root, folders, first)
-    _write_cache(root, entries)
+    if ldconfig is None or not ldconfig([first, *folders] if first else folders):
+        _write_cache(root, entries)
 
 
 def libraries_of(mounts: Iterable[Mount]) -> list[Library]:

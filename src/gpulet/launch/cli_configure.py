@@ -29,11 +29,13 @@ from gpulet.request.model import Request
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from gpulet.injection.beneath import Root
+    from gpulet.injection.confine import Program
     from gpulet.launch.container_cli import Call
     from gpulet.node.gpu import NodeFacts
 
 MOST_REQUIREMENTS = 32
 COMPAT_MODES = ("mount", "ldconfig", "disabled")
+LOADER_CACHES = ("native", "ldconfig")
 TRIPLETS = {"x86_64": ("x86_64-linux-gnu", "i386-linux-gnu"), "aarch64": ("aarch64-linux-gnu", "arm-linux-gnueabihf")}
 
 
@@ -53,6 +55,7 @@ def run(call: Call) -> int:
         return 0
     from gpulet.injection import live
 
+    ldconfig = _loader_program(call)
     log = _open_log(call)
     try:
         done = live.apply(
@@ -63,6 +66,8 @@ def run(call: Call) -> int:
             devbind=not call.given("no-devbind"),
             driver_root=call.last("root", "/"),
             rules=rules,
+            ldconfig=ldconfig,
+            pivot=not call.given("no-pivot"),
             fork=not call.own_process,
         )
     except InjectionError as error:
@@ -75,7 +80,31 @@ def _category(error: InjectionError) -> str:
     step = error.step if isinstance(error, StepFailed) else ""
     if step in ("open namespace", "join", "open root file system"):
         return "container error"
-    return "ldcache error" if getattr(error, "target", "").startswith("/etc/ld") else "mount error"
+    loader = step in ("confine", "process") or getattr(error, "target", "").startswith("/etc/ld")
+    return "ldcache error" if loader else "mount error"
+
+
+def _loader_program(call: Call) -> Program | None:
+    """What is to write the loader's cache; None where it is merged directly. Raises Failure."""
+    way = call.last("loader-cache", LOADER_CACHES[0])
+    if way not in LOADER_CACHES:
+        raise Failure("input error", f"invalid loader-cache: {way} (one of {', '.join(LOADER_CACHES)})")
+    if way == "native":
+        return None
+    from gpulet.injection.confine import Program, open_host_program
+
+    path = call.last("ldconfig")
+    if not path.startswith("@"):
+        return Program(path)
+    plain = path[1:].removesuffix(".real")
+    for name in (path[1:], f"{plain}.real", plain):  # where ldconfig is a script, the program is beside it
+        try:
+            return open_host_program(name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise Failure("ldcache error", f"open failed: {name}: {(error.strerror or '').lower()}") from error
+    raise Failure("ldcache error", f"open failed: {path[1:]}: no such file or directory")
 
 
 def _pid(call: Call) -> int:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 GLOBAL = (
     Option("debug", "d", REQUIRED, "Log debug information", "FILE"),
     Option("load-kmods", "k", help="Load kernel modules"),
-    Option("no-pivot", "n", help="Accepted for compatibility; nothing is executed in the container"),
-    Option("user", "u", OPTIONAL, "Accepted for compatibility; no helper process is started", "UID[:GID]"),
+    Option("no-pivot", "n", help="Don't use pivot_root for an ldconfig that is run"),
+    Option("user", "u", OPTIONAL, "User and group that NVML runs as", "UID[:GID]"),
     Option("root", "r", REQUIRED, "Path to the driver root directory", "PATH"),
     Option("ldcache", "l", REQUIRED, "Path to the system's DSO cache", "FILE"),
     Option("no-create-imex-channels", help="Don't create IMEX channel devices"),
@@ -52,7 +52,8 @@ CONFIGURE = (
     Option("pid", "p", REQUIRED, "Container PID", "PID"),
     Option("device", "d", REQUIRED, "Device UUID, index or PCI address to isolate, or 'all'", "ID"),
     Option("require", "r", REQUIRED, "Check container requirements", "EXPR"),
-    Option("ldconfig", "l", REQUIRED, "Accepted for compatibility; the loader's cache is merged directly", "PATH"),
+    Option("ldconfig", "l", REQUIRED, "The program for --loader-cache=ldconfig, @PATH for the host's", "PATH"),
+    Option("loader-cache", "", REQUIRED, "native (merged directly, the default) or ldconfig (run it)", "WAY"),
     *(
         Option(name, letter, help=f"Enable {name} capability")
         for name, letter in zip(CAPABILITIES, "cuvgDn", strict=False)

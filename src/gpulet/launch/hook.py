@@ -117,6 +117,7 @@ def compose(cli: str, settings: Settings, request: Request, pid: int, root: str,
     command.append("configure")
     command += _compat_mode(settings)
     command += [f"--ldconfig={settings.ldconfig()}"] if settings.cli_ldconfig else []
+    command += [f"--loader-cache={settings.loader_cache}"] if settings.loader_cache != "native" else []
     command += ["--no-cgroups"] if settings.cli_no_cgroups else []
     command += [f"--device={','.join(request.devices)}"] if request.devices else []
     command += [f"--mig-config={request.mig_config}"] if request.mig_config else []
