@@ -10,7 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +56,16 @@ spec:
 """
 
 
-def demo(*arguments: str, code: int = 0, env: dict[str, str] | None = None) -> Report:
-    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120, env=env)
+@pytest.fixture(autouse=True)
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of the test's own for the demo's, short enough for sockets: another demo may run beside."""
+    with tempfile.TemporaryDirectory(prefix="gp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def demo(*arguments: str, code: int = 0) -> Report:
+    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120)
     assert result.returncode == code, result.stderr or result.stdout
     report: Report = json.loads(result.stdout)
     return report
@@ -68,12 +79,30 @@ def gpu_nodes(container: Report) -> list[str]:
     return [device for device in container["seen"]["devices"] if GPU_NODE.fullmatch(device)]
 
 
-def mounts(kind: str = "") -> list[str]:
-    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "gpulet-" in line]
+def left_behind(folder: Path) -> dict[str, list[str]]:
+    """What there still is of demos below a folder: mounts, processes, control groups, files."""
+    found: dict[str, list[str]] = {"mounts": [], "processes": [], "groups": [], "files": []}
+    found["mounts"] = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(folder) in line]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_text() + os.readlink(process / "root")
+        except OSError:
+            continue
+        if str(folder) in words:
+            found["processes"].append(words.replace("\0", " "))
+    found["files"] = sorted(str(path) for path in folder.iterdir())
+    names = {path.name for path in folder.iterdir()}
+    for group in Path("/sys/fs/cgroup").glob("*/gpulet-demo-*"):
+        if group.name in names:
+            found["groups"].append(str(group))
+    return found
 
 
-def test_examples() -> None:
-    before = set(Path("/tmp").glob("gpulet-*"))
+NOTHING: dict[str, list[str]] = {"mounts": [], "processes": [], "groups": [], "files": []}
+
+
+def test_examples(temporary: Path) -> None:
+    groups = set(Path("/sys/fs/cgroup").glob("*/gpulet-demo-*"))
     report = demo()
     assert report["ok"] and len(report["node"]["gpus"]) == 8
     pods = {pod["name"]: pod for pod in report["pods"]}
@@ -104,10 +133,18 @@ def test_examples() -> None:
     assert pods["fits-nowhere"]["message"] == "0/3 nodes are available: 3 Insufficient nvidia.com/mig-1g.10gb."
     assert pods["nine-gpus"]["message"] == "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 
-    # nothing is left behind
-    assert set(Path("/tmp").glob("gpulet-*")) == before
-    assert not mounts()
-    assert not [path for mount in Path("/sys/fs/cgroup").glob("*") for path in mount.glob("gpulet-*")]
+    assert left_behind(temporary) == NOTHING
+    # control groups of this demo; another's, running beside, may have come or gone meanwhile
+    assert not [one for one in set(Path("/sys/fs/cgroup").glob("*/gpulet-demo-*")) - groups if not held(one.name)]
+
+
+def held(name: str) -> bool:
+    """Whether a demo of that folder's name is running, anywhere on this machine."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if name in path.read_text(errors="replace"):
+                return True
+    return False
 
 
 MATRIX = list(
@@ -182,16 +219,33 @@ spec:
     assert len(honest["seen"]["denied"]) == 7
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_ended_in_the_middle(sent: signal.Signals) -> None:
-    """However the demo ends, no mount, process or control group outlives it (SIGKILL leaves its folder alone)."""
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("after", [0.3, 0.8, 1.5])
+def test_interrupted(temporary: Path, sent: signal.Signals, after: float) -> None:
     process = subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    time.sleep(1.2)
+    time.sleep(after)
     process.send_signal(sent)
-    process.wait(timeout=30)
-    assert not mounts()
-    if sent is not signal.SIGKILL:
-        assert not list(Path("/tmp").glob(f"gpulet-*-{process.pid}"))
+    assert process.wait(timeout=60) in (130, 0, -sent)  # -sent: before the interpreter had its handlers
+    assert left_behind(temporary) == NOTHING
+
+
+def test_killed(temporary: Path) -> None:
+    """Nobody can clean up after SIGKILL: no process or mount outlives it, and the next demo takes the rest away."""
+    process = subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not list(temporary.glob("gpulet-demo-*/bundles/*/init.pid")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    while left_behind(temporary)["processes"]:
+        assert time.monotonic() < deadline, left_behind(temporary)
+        time.sleep(0.01)
+    left = left_behind(temporary)
+    assert not left["mounts"] and left["files"] and left["groups"]
+    demo("--pod", str(EXAMPLES / "03-no-gpu.yaml"))
+    assert left_behind(temporary) == NOTHING
+    assert not [path for path in left["groups"] if Path(path).exists()]
 
 
 @pytest.mark.parametrize(

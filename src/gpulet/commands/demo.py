@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
-import tempfile
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
@@ -20,6 +18,7 @@ from gpulet.errors import GpuletError, UsageError
 from gpulet.sim import isolation, pods
 from gpulet.sim.demo import Demo
 from gpulet.sim.stage import STRATEGIES, Options, Stage
+from gpulet.sim.workplace import workplace
 
 CHOICES = {
     "strategy": STRATEGIES,
@@ -69,16 +68,13 @@ def command(
         low_level=low_level,
     )
     wanted = [one for file in pod or _examples() for one in pods.load(file)]
-    signal.signal(signal.SIGTERM, _interrupt)
     why_planned = isolation.enter(low_level)
-    folder = Path(tempfile.mkdtemp(prefix="gpulet-"))
-    try:
-        return _perform(folder, options, wanted, why_planned, as_json)
-    finally:
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGHUP, _interrupt)
+    with workplace(keep) as folder:
         if keep:
             print(f"kept: {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+        return _perform(folder, options, wanted, why_planned, as_json)
 
 
 def _perform(folder: Path, options: Options, wanted: list[pods.Pod], why_planned: str, as_json: bool) -> int:
@@ -96,6 +92,8 @@ def _perform(folder: Path, options: Options, wanted: list[pods.Pod], why_planned
             demo.tell = lambda part: show_pod(console, part, order)
             report = demo.run(wanted)
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # what was begun is taken away to its end
         stage.close()
     if why_planned:
         report["planned"] = why_planned

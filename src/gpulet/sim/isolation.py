@@ -1,36 +1,92 @@
-"""A mount namespace of our own for the demo, so that no mount can outlive it, and the view of the control groups that
-the low-level runtime needs. What can't be had is told, not forced.
+"""Namespaces of the demo's own, so that neither a mount nor a process can outlive it, however it ends; and the view of
+the control groups that the low-level runtime needs. What can't be had is told, not forced.
+
+The process that a person started becomes a keeper: it waits, and hands signals on. The demo itself is the first
+process of a PID namespace: when that ends, the kernel ends every container and the device plugin with it
+(pid_namespaces(7)).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from gpulet import linux
 from gpulet.sim.cgroups import hierarchies
 
 UNIFIED = Path("/sys/fs/cgroup/unified")
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def enter(low_level: str) -> str:
-    """Moves this process into a mount namespace of its own. Gives "" where containers can be started, else why not.
+    """Goes on in namespaces of our own. Gives "" where containers can be started, else why not.
 
-    Call it before any thread is started: a mount namespace belongs to the thread that asks for it.
+    Where it gives "", it returns in a new process; the one that called waits, and ends with the other's exit code. Call
+    it before any thread is started and before anything is made that must be taken away again.
     """
     if os.geteuid() != 0:
         return "device nodes, mounts and namespaces are root's: run it as root (sudo)"
     if shutil.which(low_level) is None:
         return f"no {low_level} in PATH: apt-get install {os.path.basename(low_level)}"
     try:
-        linux.unshare(linux.CLONE_NEWNS)
+        # a try in a process of its own: a mount namespace can't be left again where the rest then fails
+        _probe()
+        linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID)
         linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
     except OSError as error:
-        return f"this machine allows no mount namespace ({error.strerror}): run it outside a restricted container"
+        return f"this machine allows no namespaces and mounts ({error.strerror}): run it outside a restricted container"
+    child = os.fork()
+    if child:
+        _keep(child)
+    _become_first()
     if os.path.basename(low_level) == "crun":
         _pure_cgroups()
     return ""
+
+
+def _probe() -> None:
+    """Raises OSError where the namespaces and their mounts can't be had. Changes nothing here."""
+    child = os.fork()
+    if child == 0:
+        code = 0
+        try:
+            linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID)
+            linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
+            inner = os.fork()
+            if inner == 0:
+                linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+                os._exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+        except OSError as error:
+            code = error.errno or 1
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        raise OSError(code, os.strerror(code) if code > 0 else "a first try was ended")
+
+
+def _keep(child: int) -> None:
+    """Waits for the demo, hands signals on to it, and ends as it ended."""
+
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(child, number)
+
+    for number in HANDED_ON:
+        signal.signal(number, hand_on)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def _become_first() -> None:
+    linux.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the keeper alone, which hands it on once
+    linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
 
 
 def _pure_cgroups() -> None:

@@ -4,7 +4,6 @@ kubelet, and an engine with a real low-level runtime. The demo plays on it, and 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -117,7 +116,7 @@ class Stage:
             ImageStore(folder / "images"),
             handlers,
             cdi_folders=[folder / "cdi"],
-            cgroup_parent=f"gpulet-{os.getpid()}",
+            cgroup_parent=folder.name,
         )
 
     def discover(self, timeout: float = 20.0) -> None:
