@@ -155,7 +155,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("profile", ["dgx-1v", "h100x8", "sparse", "gb200x4", "rtxpro6000x8"])
+@pytest.mark.parametrize("profile", ["dgx-1v", "h100x8", "sparse", "gb200x4", "rtxpro6000x8", "wsl"])
 def test_what_nvml_shows_is_enough_to_lay_out_the_same_node(tmp_path: Path, profile: str) -> None:
     """As on a real machine, where there is no node.yaml to copy."""
     made = node.create(tmp_path / "n", profile, mig=LAYOUTS.get(profile, []))
@@ -168,6 +168,7 @@ def test_what_nvml_shows_is_enough_to_lay_out_the_same_node(tmp_path: Path, prof
     subprocess.run([sys.executable, "-c", code, made.root, file], check=True)
     seen = description.load_profile(str(file))
     assert seen.driver == made.description.driver and seen.imex == made.description.imex
+    assert seen.platform == made.description.platform
     assert seen.nvswitches == made.description.nvswitches
     assert seen.fabricmanager == made.description.fabricmanager
     for gpu, found in zip(made.gpus, seen.gpus, strict=True):

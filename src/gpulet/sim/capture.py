@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpulet.errors import GpuletError, NodeError
-from gpulet.node import nvml, procfs
+from gpulet.node import nvml, platform, procfs
 from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
 from gpulet.sim import description as describe
 from gpulet.sim.description import LEVELS, Description, Mig, SimGpu, stable_uuid
@@ -50,7 +50,7 @@ def from_facts(facts: NodeFacts, root: Path) -> Description:
         profile="captured",
         driver=facts.driver,
         cuda=facts.cuda or "12.0",
-        platform="discrete",
+        platform="wsl" if platform.detect(str(root)).kind == "wsl" else "discrete",
         gpus=tuple(_gpu(gpu, by_name.get(gpu.name, ""), facts, root) for gpu in facts.gpus),
         imex=facts.imex,
         fabricmanager=(root / "run/nvidia-fabricmanager/socket").exists(),

@@ -121,13 +121,13 @@ EGL_PLATFORMS = {
     "20_nvidia_xlib": "libnvidia-egl-xlib.so.1",
 }
 
-# Windows Subsystem for Linux: what a driver store holds, and what the system itself puts beside it
+# Windows Subsystem for Linux: what a driver store holds (file name, DT_SONAME), and what the system puts beside it
 WSL_LIBRARIES = (
-    "libcuda.so.1.1",
-    "libcuda_loader.so",
-    "libnvidia-ptxjitcompiler.so.1",
-    "libnvidia-ml_loader.so",
-    "libnvdxgdmal.so.1",
+    ("libcuda.so.1.1", "libcuda.so.1"),
+    ("libcuda_loader.so", "libcuda_loader.so"),
+    ("libnvidia-ptxjitcompiler.so.1", "libnvidia-ptxjitcompiler.so.1"),
+    ("libnvidia-ml_loader.so", "libnvidia-ml_loader.so"),
+    ("libnvdxgdmal.so.1", "libnvdxgdmal.so.1"),
 )
 WSL_HOST_LIBRARIES = ("libd3d12.so", "libd3d12core.so")
 

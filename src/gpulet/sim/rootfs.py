@@ -62,7 +62,7 @@ def create(folder: Path, libc: str = "glibc", *, cuda_compat: str | None = None)
     _accounts(folder, libc)
     makers[libc](folder)
     if cuda_compat:
-        _compat(folder, cuda_compat)
+        add_compat(folder, cuda_compat)
     return folder
 
 
@@ -141,7 +141,9 @@ def _install(folder: Path, probe: Path) -> None:
     os.chmod(target, 0o755)
 
 
-def _compat(folder: Path, driver: str) -> None:
+def add_compat(folder: Path, driver: str) -> None:
+    """Put CUDA's forward-compatibility libraries of a driver version into a root file system, where its images have
+    them."""
     from gpulet.sim import elf
 
     compat = folder / "usr/local/cuda/compat"

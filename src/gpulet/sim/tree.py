@@ -66,8 +66,8 @@ def _lay_discrete(root: Path, description: Description, control: Path) -> None:
 
 def _lay_wsl(root: Path, description: Description, control: Path) -> None:
     for folder in (root / "usr/lib/wsl/lib", root / WSL_STORE):
-        for name in files.WSL_LIBRARIES:
-            _put(folder / name, elf.shared_object(name))
+        for name, soname in files.WSL_LIBRARIES:
+            _put(folder / name, elf.shared_object(soname))
         _put(folder / "nvidia-smi", compiler.build([compiler.SOURCES / "smi.c"], ("-ldl",)).read_bytes(), 0o755)
     _put(root / WSL_STORE / "nvcubins.bin", b"simulated\n")
     for name in files.WSL_HOST_LIBRARIES:
