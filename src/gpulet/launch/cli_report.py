@@ -45,10 +45,10 @@ def node_facts(call: Call, ids: Iterable[str], *, nvml: bool = False) -> NodeFac
             raise Failure("initialization error", "no NVIDIA kernel module, and it can't be loaded")
     if facts is not None and not nvml and not procfs.needs_nvml(facts, ids):
         return facts
-    from gpulet.node import nvml as library
+    from gpulet.launch import nvml_child
 
     try:
-        return library.facts(root, links=False)
+        return nvml_child.facts(root, call.user() or nvml_child.default_user())
     except NodeError as error:
         raise Failure("initialization error", error) from error
 

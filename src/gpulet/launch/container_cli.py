@@ -113,6 +113,17 @@ class Call:
         """Whether an option stands on the command line."""
         return any(option == name for option, _ in (*self.globals, *self.options))
 
+    def user(self) -> tuple[int, int] | None:
+        """User and group of --user, None where it isn't given. Raises Failure."""
+        if not self.given("user"):
+            return None
+        from gpulet.launch.nvml_child import parse_user
+
+        try:
+            return parse_user(self.last("user"))
+        except KeyError:
+            raise Failure("input error", "parse user/group failed: no such file or directory") from None
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program. argv: without the program's name."""
@@ -137,8 +148,7 @@ def run(call: Call) -> int:
     for name in ("root", "ldcache"):
         if call.given(name) and not call.last(name):
             raise Failure("initialization error", "invalid argument")
-    if call.last("user"):
-        _check_user(call.last("user"))
+    call.user()
     if call.command == "configure":
         from gpulet.launch import cli_configure
 
@@ -177,23 +187,6 @@ def _check_words(call: Call) -> None:
             raise argp.Wrong(program, argp.usage(program, "ROOTFS"))
     elif call.words:
         raise argp.Wrong(program, "Too many arguments")
-
-
-def _check_user(text: str) -> None:
-    """UID[:GID] by number or name; a number needs a group or an entry in the user table to take one from."""
-    user, _, group = text.partition(":")
-    if user.isdigit() and group.isdigit():
-        return
-    import grp
-    import pwd
-
-    try:
-        entry = pwd.getpwuid(int(user)) if user.isdigit() else pwd.getpwnam(user)
-        if group:
-            grp.getgrgid(int(group)) if group.isdigit() else grp.getgrnam(group)
-        del entry
-    except KeyError:
-        raise Failure("input error", "parse user/group failed: no such file or directory") from None
 
 
 def _print_version() -> None:

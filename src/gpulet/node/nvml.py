@@ -25,11 +25,10 @@ T = TypeVar("T")
 
 ALL_INSTANCES = 0xFFFFFFFF  # an event that concerns no particular MIG instance
 
-# nvmlBrandType_t, with the words that nvidia-smi and NVIDIA_REQUIRE_BRAND use
+# nvmlBrandType_t, with the words that NVIDIA's container CLI prints and NVIDIA_REQUIRE_BRAND compares with
 _BRANDS = {
-    1: "Quadro", 2: "Tesla", 3: "NVS", 4: "GRID", 5: "GeForce", 6: "Titan", 7: "NvidiaVApps", 8: "NvidiaVPC",
-    9: "NvidiaVCS", 10: "NvidiaVWS", 11: "NvidiaCloudGaming", 12: "QuadroRTX", 13: "NvidiaRTX", 14: "Nvidia",
-    15: "GeForceRTX", 16: "TitanRTX",
+    1: "Quadro", 2: "Tesla", 3: "NVS", 4: "GRID", 5: "GeForce", 6: "TITAN", 7: "VApps", 8: "VPC", 9: "VCS", 10: "VWS",
+    11: "CloudGaming", 12: "QuadroRTX", 13: "NvidiaRTX", 14: "Nvidia", 15: "GeForceRTX", 16: "TitanRTX",
 }  # fmt: skip
 
 
@@ -77,6 +76,18 @@ def _numa(sysfs: str, bus_id: str, handle: Any) -> int:
     return node if 0 <= node < 1 << 16 else -1
 
 
+def _place(handle: Any) -> tuple[str, int]:
+    """(PCI bus id, device minor). A Tegra's own GPU is no PCI device and has no minor; another's failure is raised."""
+    try:
+        return nvml_bus_id(_decode(pynvml.nvmlDeviceGetPciInfo(handle).busId)), int(
+            pynvml.nvmlDeviceGetMinorNumber(handle)
+        )
+    except pynvml.NVMLError as error:
+        if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
+            raise
+        return "", -1
+
+
 def _memory(handle: Any) -> int:
     info = ask(None, pynvml.nvmlDeviceGetMemoryInfo, handle)
     return int(info.total) if info else 0
@@ -94,8 +105,7 @@ class _Look:
         """One GPU and its handle. Raises NVMLError where it can't be named."""
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         uuid = _decode(pynvml.nvmlDeviceGetUUID(handle))
-        minor = int(pynvml.nvmlDeviceGetMinorNumber(handle))
-        bus_id = nvml_bus_id(_decode(pynvml.nvmlDeviceGetPciInfo(handle).busId))
+        bus_id, minor = _place(handle)
         mode = ask(None, pynvml.nvmlDeviceGetMigMode, handle)
         drm, drm_links = devices.drm_of(self.sysfs, self.dev, pci_name(bus_id))
         gpu = Gpu(
@@ -113,6 +123,7 @@ class _Look:
             mig_enabled=bool(mode and mode[0]),
             drm=drm,
             drm_links=drm_links,
+            coherent=ask(0, pynvml.nvmlDeviceGetAddressingMode, handle) == pynvml.NVML_DEVICE_ADDRESSING_MODE_ATS,
         )
         return gpu.replace(mig=self._mig(gpu, handle)), handle
 
