@@ -58,8 +58,9 @@ class Gpu(Value):
     """One GPU that answered.
 
     index: NVML's; minor: of /dev/nvidia<minor>, not always the index; bus_id: NVML's form "00000000:19:00.0" in
-    lower case; arch: compute capability "9.0"; memory in bytes; numa: -1 where unknown; drm: names of its nodes in
-    /dev/dri; drm_links: (text, path) of its links in /dev/dri/by-path.
+    lower case, "" of one that is no PCI device but part of a Tegra (its minor is -1 then); arch: compute capability
+    "9.0"; memory in bytes; numa: -1 where unknown; drm: names of its nodes in /dev/dri; drm_links: (text, path) of its
+    links in /dev/dri/by-path; coherent: it shares the processor's page tables (ATS), as on a Grace superchip.
     """
 
     index: int
@@ -78,6 +79,7 @@ class Gpu(Value):
     links: tuple[Link, ...] = ()
     drm: tuple[str, ...] = ()
     drm_links: tuple[tuple[str, str], ...] = ()
+    coherent: bool = False
 
 
 class Lost(Value):
@@ -92,11 +94,11 @@ class Lost(Value):
 class NodeFacts(Value):
     """What one look at the node found.
 
-    source: "nvml" or "procfs"; driver: "570.86.15" or ""; cuda: "12.8" or ""; majors: /proc/devices entries that
-    concern NVIDIA, name -> character major, sorted; imex: channel numbers present in /dev; nodes: the NVIDIA, DRM and
-    fabric device nodes found, IMEX channels excepted (there can be thousands); mig_minors: nvidia-caps minors of
-    "config" and "monitor", -1 where there is none; dev_root: the folder whose dev/ was looked
-    into; nvml: the library's own version.
+    source: "nvml", "procfs", or "tegra" (node/tegra.py; the plugin also says "wsl"); driver: "570.86.15" or "";
+    cuda: "12.8" or ""; majors: /proc/devices entries that concern NVIDIA, name -> character major, sorted; imex:
+    channel numbers present in /dev; nodes: the NVIDIA, DRM and fabric device nodes found, IMEX channels excepted
+    (there can be thousands); mig_minors: nvidia-caps minors of "config" and "monitor", -1 where there is none;
+    dev_root: the folder whose dev/ was looked into; nvml: the library's own version.
     """
 
     gpus: tuple[Gpu, ...]

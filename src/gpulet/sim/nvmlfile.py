@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpulet.sim.description import BRANDS, Description, MigProfile, SimGpu
+from gpulet.sim.description import BRANDS, Description, MigProfile, SimGpu, models
 
 MARK = b"GPULETS1"
+ADDRESSING_ATS = 2  # NVML_DEVICE_ADDRESSING_MODE_ATS
 FABRIC_COMPLETED = 3  # nvmlGpuFabricState: NVML_GPU_FABRIC_STATE_COMPLETED
 
 
@@ -49,6 +50,8 @@ def gpu_lines(description: Description, gpu: SimGpu) -> Iterator[str]:
     yield f"brand {BRANDS[gpu.brand]}"
     yield f"arch {major} {minor}"
     yield f"memory {gpu.memory << 20}"
+    if models().get(gpu.model, {}).get("coherent"):
+        yield f"addressing {ADDRESSING_ATS}"
     yield f"pci {' '.join(gpu.pci)}"
     yield f"serial {gpu.serial}"
     yield "vbios 96.00.74.00.01"

@@ -274,6 +274,15 @@ struct field_value { /* nvmlFieldValue_t */
     union { unsigned number; uint64_t wide; } value;
 };
 
+API int nvmlDeviceGetAddressingMode(void *device, unsigned mode[2] /* version, mode */)
+{
+    ENTER_GPU(device);
+    if (!mode)
+        return leave(INVALID_ARGUMENT);
+    mode[1] = gpu->addressing;
+    return leave(SUCCESS);
+}
+
 API int nvmlDeviceGetFieldValues(void *device, int count, struct field_value *values)
 {
     enum { RECOVERY_ACTION = 230, TYPE_UNSIGNED = 1 };

@@ -148,7 +148,9 @@ static void gpu_line(const char *at)
     else if (!strcmp(key, "arch")) {
         gpu->arch_major = (unsigned)number(&at);
         gpu->arch_minor = (unsigned)number(&at);
-    } else if (!strcmp(key, "memory"))
+    } else if (!strcmp(key, "addressing"))
+        gpu->addressing = (unsigned)number(&at);
+    else if (!strcmp(key, "memory"))
         gpu->memory = number(&at);
     else if (!strcmp(key, "levels"))
         for (int i = 0; *at && i < MAX_GPUS; i++)

@@ -48,6 +48,7 @@ struct profile {
 struct gpu {
     int used, visible, shown_index, lost;
     unsigned minor, pci_device, pci_subsystem, brand, arch_major, arch_minor, recovery;
+    unsigned addressing; /* nvmlDeviceAddressingModeType_t: 0 none, 2 the processor's page tables */
     unsigned bus_domain, bus_bus, bus_device;
     int mig_mode; /* -1: this GPU can't do MIG */
     int levels[MAX_GPUS];
