@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GpuletError as error:
         print(f"bench: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("bench: stopped", file=sys.stderr)
+        return 130
     if options.json:
         print(json.dumps([table.to_data() for table in tables], indent=2))
     else:

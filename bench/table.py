@@ -66,7 +66,8 @@ def shown(cell: Cell) -> str:
 def render(tables: Iterable[Table], console: Console) -> None:
     """Prints tables, their goals and notes."""
     for table in tables:
-        drawn = RichTable(title=table.title, title_justify="left", title_style="bold")
+        console.print(Text(table.title, style="bold"))
+        drawn = RichTable()
         for number, column in enumerate(table.columns):
             drawn.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
         for row in table.rows:
