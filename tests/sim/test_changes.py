@@ -179,6 +179,19 @@ def test_what_nvml_shows_is_enough_to_lay_out_the_same_node(tmp_path: Path, prof
             assert seen.level(found, same) == made.description.level(gpu, other)
 
 
+def test_a_gpu_that_is_lost_is_written_down_as_lost(tmp_path: Path) -> None:
+    """What makes the bug report must not be what it leaves out."""
+    made = node.create(tmp_path / "n", "l40sx4")
+    inject.inject(made.folder, "gpu 1 lost")
+    (made.folder / "node.yaml").rename(tmp_path / "hidden.yaml")
+    found = capture.capture(made.root, tmp_path / "seen.yaml", redact=False)
+    assert [(gpu.uuid, gpu.minor, gpu.lost) for gpu in found.gpus] == [
+        (gpu.uuid, gpu.minor, gpu.index == 1) for gpu in made.gpus
+    ]
+    again = node.create(tmp_path / "m", str(tmp_path / "seen.yaml"))
+    assert again.gpus == found.gpus
+
+
 def test_where_nothing_is_to_be_seen_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(NodeError):
         capture.capture(tmp_path, tmp_path / "file.yaml")
@@ -189,7 +202,7 @@ def test_a_description_with_a_wrong_field_is_refused(tmp_path: Path) -> None:
     made = node.create(tmp_path / "n", "t4x1")
     text = (made.folder / "node.yaml").read_text()
     (made.folder / "node.yaml").write_text(text.replace("minor:", "major:"))
-    with pytest.raises(ConfigError, match="node description can't be read"):
+    with pytest.raises(ConfigError, match=r"node\.yaml: unknown field: gpus\.0\.major"):
         node.load(made.folder)
 
 

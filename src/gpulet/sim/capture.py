@@ -46,17 +46,33 @@ def _facts(root: str) -> NodeFacts:
 def from_facts(facts: NodeFacts, root: Path) -> Description:
     """The description of a node of which `facts` were found."""
     by_name = {kind["name"]: model for model, kind in describe.models().items()}
+    lost = _lost(facts, root)
+    gpus = [_gpu(gpu, by_name.get(gpu.name, ""), facts, root) for gpu in (*facts.gpus, *lost)]
+    gpus = [replace(gpu, lost=True) if gpu.uuid in {one.uuid for one in lost} else gpu for gpu in gpus]
     return Description(
         profile="captured",
         driver=facts.driver,
         cuda=facts.cuda or "12.0",
         platform="wsl" if platform.detect(str(root)).kind == "wsl" else "discrete",
-        gpus=tuple(_gpu(gpu, by_name.get(gpu.name, ""), facts, root) for gpu in facts.gpus),
+        gpus=_numbered(sorted(gpus, key=lambda gpu: gpu.index)),
         imex=facts.imex,
         fabricmanager=(root / "run/nvidia-fabricmanager/socket").exists(),
         nvswitches=sum(bool(_SWITCH.fullmatch(node.path)) for node in facts.nodes),
         majors={name: major for name, major in facts.majors if major != 195},
     )
+
+
+def _lost(facts: NodeFacts, root: Path) -> list[Gpu]:
+    """The GPUs that NVML can't be asked about any more, as far as /proc still names them."""
+    gone = {one.index for one in facts.lost}
+    return [gpu for gpu in procfs.facts(str(root)).gpus if gpu.index in gone] if gone else []
+
+
+def _numbered(gpus: list[SimGpu]) -> tuple[SimGpu, ...]:
+    """The same with indices from 0 on. Where one is missing, the numbers that links and levels are by don't hold."""
+    if [gpu.index for gpu in gpus] == list(range(len(gpus))):
+        return tuple(gpus)
+    return tuple(replace(gpu, index=index, links=(), levels=()) for index, gpu in enumerate(gpus))
 
 
 def _gpu(gpu: Gpu, model: str, facts: NodeFacts, root: Path) -> SimGpu:
@@ -108,7 +124,7 @@ def _levels(gpu: Gpu, facts: NodeFacts) -> tuple[int, ...]:
     seen = {link.peer: LEVELS[link.level] for link in gpu.links if link.level}
     if not seen:
         return ()
-    return tuple(seen.get(index, LEVELS["system"]) for index in range(len(facts.gpus)))
+    return tuple(seen.get(index, LEVELS["system"]) for index in range(len(facts.gpus) + len(facts.lost)))
 
 
 def _mig(one: MigDevice, kinds: dict[str, dict[str, int]]) -> Mig | None:

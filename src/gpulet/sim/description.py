@@ -12,11 +12,14 @@ import itertools
 import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from gpulet.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from gpulet.sim.profile_file import GpuRow, NvLink, Profile
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -146,28 +149,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def from_data(data: dict[str, Any]) -> Description:
-    """The description that `to_data` wrote. ConfigError where it isn't one."""
-    try:
-        gpus = tuple(
-            SimGpu(
-                **{
-                    **gpu,
-                    "pci": tuple(gpu["pci"]),
-                    "links": tuple(gpu.get("links", ())),
-                    "levels": tuple(gpu.get("levels", ())),
-                    "mig": tuple(Mig(**mig) for mig in gpu.get("mig", ())),
-                }
-            )
-            for gpu in data["gpus"]
-        )
-        return Description(**{**data, "gpus": gpus, "imex": tuple(data.get("imex", ()))})
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            "node description can't be read", seen=error, wanted="what `gpulet sim create` writes"
-        ) from error
-
-
 def to_yaml(description: Description) -> str:
     """The text of node.yaml; `load_profile` reads it. Innermost lists stand on one line."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -204,26 +185,36 @@ def load_profile(profile: str, *, gpus: int | None = None, driver: str | None = 
     path = Path(profile) if profile.endswith((".yaml", ".yml")) else PROFILES / f"{profile}.yaml"
     if not path.is_file() or path.stem == "models":
         raise UsageError("unknown profile", seen=profile, wanted=f"one of {', '.join(profiles())}, or a YAML file")
-    data = _read(path)
     if gpus is not None and not 0 <= gpus <= MAX_GPUS:
         raise UsageError("number of GPUs out of range", seen=gpus, wanted=f"0 to {MAX_GPUS}")
+    from gpulet.sim import profile_file  # here, since it builds on this module
+
+    data = _read(path)
     if "profile" in data:  # a whole description, as in node.yaml or written by `gpulet sim capture`
-        whole = from_data(data)
-        return replace(whole, driver=driver or whole.driver, gpus=whole.gpus[:gpus])
-    rows = _rows(data["gpus"], gpus)
-    fabric = data.get("fabric", {})
-    name = path.stem
+        made = profile_file.read_whole(path.name, data)
+        profile_file.check(path.name, made)
+        if gpus is not None:
+            made = profile_file.cut(path.name, made, gpus)
+    else:
+        made = _expand(path.stem, profile_file.read_profile(path.name, data), gpus)
+    made = replace(made, driver=driver or made.driver)
+    profile_file.check(path.name, made)
+    return made
+
+
+def _expand(name: str, profile: Profile, gpus: int | None) -> Description:
+    rows = _rows(profile.gpus, gpus)
     return Description(
         profile=name,
-        driver=driver or str(data["driver"]),
-        cuda=str(data["cuda"]),
-        platform=data.get("platform", "discrete"),
-        gpus=tuple(_gpu(name, index, row, data, len(rows)) for index, row in enumerate(rows)),
-        imex=tuple(data.get("imex", ())),
-        cluster=fabric.get("cluster", ""),
-        clique=int(fabric.get("clique", 0)),
-        fabricmanager=bool(data.get("fabricmanager", False)),
-        nvswitches=int(data.get("nvswitches", 0)),
+        driver=profile.driver,
+        cuda=profile.cuda,
+        platform=profile.platform,
+        gpus=tuple(_gpu(name, index, row, profile, len(rows)) for index, row in enumerate(rows)),
+        imex=tuple(profile.imex),
+        cluster=profile.fabric.cluster,
+        clique=profile.fabric.clique,
+        fabricmanager=profile.fabricmanager,
+        nvswitches=profile.nvswitches,
     )
 
 
@@ -237,34 +228,30 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _rows(rows: list[dict[str, Any]], wanted: int | None) -> list[dict[str, Any]]:
-    if wanted is None:
+def _rows(rows: list[GpuRow], wanted: int | None) -> list[GpuRow]:
+    if wanted is None or not rows:
         return rows
     made = []
     for index in range(wanted):
         turn, place = divmod(index, len(rows))
-        row = dict(rows[place])
+        row = rows[place]
         if turn:
-            row["bus"] = f"{turn:04x}:" + row["bus"][-7:]
-            row.pop("minor", None)
-            for key in ("bridge", "switch"):
-                if key in row:
-                    row[key] = f"{turn}.{row[key]}"
+            tops = {what: f"{turn}.{name}" if (name := getattr(row, what)) else "" for what in ("bridge", "switch")}
+            row = row.model_copy(update={"bus": f"{turn:04x}:{row.bus[-7:]}", "minor": None, **tops})
         made.append(row)
     return made
 
 
-def _gpu(profile: str, index: int, row: dict[str, Any], data: dict[str, Any], count: int) -> SimGpu:
-    model = str(row.get("model", data.get("model")))
+def _gpu(profile: str, index: int, row: GpuRow, whole: Profile, count: int) -> SimGpu:
+    model = row.model or whole.model or ""
     facts = models().get(model)
     if facts is None:
         raise ConfigError(f"profile {profile}: unknown model", seen=model, wanted=f"one of {', '.join(models())}")
-    bus = row["bus"]
     return SimGpu(
         index=index,
-        minor=row.get("minor", index),
+        minor=index if row.minor is None else row.minor,
         uuid=f"GPU-{stable_uuid(profile, index)}",
-        bus_id=f"0000{bus}" if bus.count(":") == 2 else f"00000000:{bus}",
+        bus_id=f"0000{row.bus}" if row.bus.count(":") == 2 else f"00000000:{row.bus}",
         model=model,
         name=facts["name"],
         brand=facts["brand"],
@@ -272,18 +259,18 @@ def _gpu(profile: str, index: int, row: dict[str, Any], data: dict[str, Any], co
         memory=facts["memory"],
         pci=tuple(facts["pci"]),
         serial=str(1650000000000 + int(hashlib.sha256(f"{profile}/{index}".encode()).hexdigest()[:8], 16)),
-        numa=row.get("numa", -1),
-        bridge=row.get("bridge", ""),
-        switch=row.get("switch", ""),
-        links=_links(index, data.get("nvlink", {}), count),
+        numa=row.numa,
+        bridge=row.bridge,
+        switch=row.switch,
+        links=_links(index, whole.nvlink, count),
     )
 
 
-def _links(index: int, nvlink: dict[str, Any], count: int) -> tuple[str, ...]:
-    if "switch" in nvlink:
-        return ("s",) * int(nvlink["switch"])
+def _links(index: int, nvlink: NvLink, count: int) -> tuple[str, ...]:
+    if nvlink.switch:
+        return ("s",) * nvlink.switch
     ends: list[str] = []
-    for pair, number in nvlink.get("mesh", {}).items():
+    for pair, number in nvlink.mesh.items():
         first, second = (int(part) for part in pair.split("-"))
         if index in (first, second):
             other = second if index == first else first
