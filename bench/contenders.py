@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers import Peers
-from bench.site import LOW_LEVEL, Runtime, Site
+from bench.site import LOW_LEVEL, Runtime, Site, age
 from gpulet.errors import EngineError
 from gpulet.injection import cdi
 from gpulet.node import driver, procfs
@@ -127,6 +127,8 @@ def _specs(site: Site, peers: Peers, form: str) -> Path:
         files = driver.find(str(site.node.root), version=facts.driver)
         made = cdi.make_spec(facts, files, hook_path=str(site.launchers["gpulet-cdi-hook"]))
         cdi.write_spec(made, str(folder / f"nvidia.{form.lower()}"))
+    for path in folder.iterdir():
+        age(path)
     return folder
 
 

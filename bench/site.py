@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +47,12 @@ class Runtime:
 
 
 BARE = Runtime("bare")
+
+
+def age(path: Path) -> None:
+    """Makes a file a minute older: a node's configuration isn't new, and what is made of a new file isn't kept yet."""
+    moment = time.time() - 60
+    os.utime(path, (moment, moment))
 
 
 def spec(arguments: list[str], env: tuple[str, ...], cgroup: str) -> dict[str, Any]:
@@ -112,7 +119,9 @@ class Site:
         """Writes a config.toml and gives the environment in which every toolkit's program finds it."""
         folder = self.folder / "etc" / name
         (folder / "nvidia-container-runtime").mkdir(parents=True)
-        (folder / "nvidia-container-runtime/config.toml").write_text(text)
+        path = folder / "nvidia-container-runtime/config.toml"
+        path.write_text(text)
+        age(path)
         return {"XDG_CONFIG_HOME": str(folder)}
 
     def container(self, runtime: Runtime, arguments: list[str] | None = None) -> Container:
