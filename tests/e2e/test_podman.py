@@ -22,7 +22,7 @@ import pytest
 from gpulet.engines.launchers import write_launchers
 from gpulet.sim import node as sim
 from gpulet.sim import rootfs
-from gpulet.sim.cgroups import remove_tree
+from gpulet.sim.cgroups import hierarchies, remove_tree
 from gpulet.sim.node import SimNode
 
 PROBE = rootfs.PROBE
@@ -191,6 +191,37 @@ def test_a_container_that_goes_on_keeps_its_gpus(podman: Podman, way: str) -> No
         again = podman("restart", "--time", "5", "long", runtime=runtime)
         assert again.returncode == 0, again.stderr
         podman.check(podman.probe(podman("exec", "long", PROBE)))
+
+
+def devices_group(pid: int) -> Path:
+    """A process's group in the hierarchy of the v1 devices controller. Skips where there is none."""
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "devices" in controllers.split(","):
+            return next(mount for mount, _ in hierarchies() if mount.name in ("devices", controllers)) / path[1:]
+    pytest.skip("no v1 devices controller: on v2 a rule can't be taken back and given again from outside")
+
+
+def rule(entry: dict[str, Any]) -> str:
+    """A rule of linux.resources.devices as the v1 controller's files take it."""
+    numbers = (entry.get(key, -1) for key in ("major", "minor"))
+    return f"{entry.get('type', 'a')} {':'.join('*' if one < 0 else str(one) for one in numbers)} {entry['access']}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_applies_the_rules_again_gives_the_gpus_again(podman: Podman, way: str) -> None:
+    """As systemd does on daemon-reload, from what the engine gave it: config.json must hold every rule."""
+    devices = ",".join(map(str, GPUS))
+    started = podman.run(way, "glibc", devices, PROBE, "--hold", options=("--detach", "--name", "long"))
+    assert started.returncode == 0, started.stderr
+    group = devices_group(int(podman("inspect", "--format", "{{.State.Pid}}", "long").stdout))
+    config = next((podman.folder / "store").glob("*/*/userdata/config.json"))
+    rules = json.loads(config.read_text())["linux"]["resources"]["devices"]
+    (group / "devices.deny").write_text("a")
+    assert podman.probe(podman("exec", "long", PROBE))["opened"] == []
+    for entry in rules:
+        (group / ("devices.allow" if entry["allow"] else "devices.deny")).write_text(rule(entry))
+    podman.check(podman.probe(podman("exec", "long", PROBE)))
 
 
 @pytest.mark.parametrize(("way", "words"), [("runtime", "99"), ("cdi", "nvidia.com/gpu=99")])
