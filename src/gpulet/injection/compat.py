@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from gpulet.injection.elf import Elf, Malformed
+from gpulet.node.elf import Elf, Malformed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

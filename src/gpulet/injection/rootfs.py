@@ -12,9 +12,9 @@ import stat
 from gpulet import linux
 from gpulet.injection import compat
 from gpulet.injection.beneath import Root, failed
-from gpulet.injection.elf import Elf, Malformed
 from gpulet.injection.model import Mount, RootfsWork
 from gpulet.node import ldcache
+from gpulet.node.elf import Elf, Malformed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -110,6 +110,23 @@ def _update_loader(
         _write_cache(root, entries)
 
 
+def cache_without_links(root: Root, work: RootfsWork, libraries: Sequence[Library]) -> bytes:
+    """The loader's cache for a root in which no link can be made: each name leads to the library's own file."""
+    files = {f"{item.folder}/{item.name}": item for item in libraries}
+    texts = {link.path: os.path.normpath(f"{os.path.dirname(link.path)}/{link.target}") for link in work.links}
+    entries = {(item.soname, item.flags): path for path, item in files.items()}
+    for path in texts:
+        end, hops = path, 0
+        while end in texts and end not in files and hops < linux.MAX_LINKS:
+            end, hops = texts[end], hops + 1
+        folder, _, name = path.rpartition("/")
+        if end in files and folder in work.folders:
+            entries.setdefault((name, files[end].flags), end)
+    first = compat.choose(root, work.compat_folder, work.host_driver, work.host_cuda).folder
+    above = [ldcache.Entry(i.soname, f"{i.folder}/{i.name}", i.flags) for i in (_lying_in(root, first) if first else ())]
+    return _merged(root, above + [ldcache.Entry(name, path, flags) for (name, flags), path in entries.items()])
+
+
 def libraries_of(mounts: Iterable[Mount]) -> list[Library]:
     """The libraries among mounts, read where their sources are: in the host. Raises StepFailed."""
     found = []
@@ -171,13 +188,16 @@ def _lying_in(root: Root, folder: str) -> Iterator[Library]:
 
 
 def _write_cache(root: Root, entries: list[ldcache.Entry]) -> None:
+    root.write(CACHE, _merged(root, entries))
+
+
+def _merged(root: Root, entries: list[ldcache.Entry]) -> bytes:
     from gpulet.errors import NodeError
 
     try:
-        data = ldcache.merge(root.read(CACHE), entries)
+        return ldcache.merge(root.read(CACHE), entries)
     except NodeError:  # the image's cache is damaged or of a foreign format: its loader can't use it either
-        data = ldcache.merge(None, entries)
-    root.write(CACHE, data)
+        return ldcache.merge(None, entries)
 
 
 def _write_conf(root: Root, folders: Sequence[str], first: str) -> None:

@@ -1,79 +1,143 @@
-"""The little of an ELF file that placing a library needs: its class and its soname (System V ABI, chapters 4 and 5).
+"""What we need of an ELF file: its word size, its shared object name, its machine, and one note section.
 
+Some of these files belong to an image, so every offset and size is held against the file before use and nothing is
+read without a bound. Facts: System V ABI, chapters "Object Files" and "Dynamic Linking" (elf.h has the names).
 Loaded by the programs in launch/; pyelftools would cost tens of milliseconds.
 """
 
 from __future__ import annotations
 
 import os
-import struct
+from struct import Struct, unpack_from
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Iterator
 
-_PT_LOAD, _PT_DYNAMIC = 1, 2
-_DT_STRTAB, _DT_SONAME = 5, 14
-_MOST = 1 << 20  # bytes of a header table or dynamic section; anything larger is no library of ours
-
-
-def _read(descriptor: int, offset: int, size: int) -> bytes:
-    if not 0 <= size <= _MOST or offset < 0:
-        raise ValueError("size out of range")
-    return os.pread(descriptor, size, offset)
-
-
-def _segments(descriptor: int) -> tuple[int, list[tuple[Any, ...]]]:
-    """(class, program headers as (type, offset, address, size in the file))."""
-    head = _read(descriptor, 0, 64)
-    if head[:4] != b"\x7fELF" or head[5] != 1:  # little endian, as every machine with these drivers
-        raise ValueError("not an ELF file")
-    bits = {1: 32, 2: 64}[head[4]]
-    if bits == 64:
-        (table,) = struct.unpack_from("<Q", head, 32)
-        size, count = struct.unpack_from("<HH", head, 54)
-        layout, fields = struct.Struct("<IIQQQQ"), (0, 2, 3, 5)
-    else:
-        (table,) = struct.unpack_from("<I", head, 28)
-        size, count = struct.unpack_from("<HH", head, 42)
-        layout, fields = struct.Struct("<IIIIII"), (0, 1, 2, 4)
-    data = _read(descriptor, table, size * count)
-    rows = (layout.unpack_from(data, at) for at in range(0, size * count, size)) if size else iter(())
-    return bits, [tuple(row[field] for field in fields) for row in rows]
+PT_LOAD, PT_DYNAMIC = 1, 2
+DT_NULL, DT_STRTAB, DT_SONAME = 0, 5, 14
+SHT_NOTE = 7
+EM_386, EM_PPC64, EM_ARM, EM_X86_64, EM_AARCH64 = 3, 21, 40, 62, 183
+# The loader's cache: FLAG_ELF_LIBC6 (3) and the architecture's bits (glibc, sysdeps/generic/ldconfig.h).
+CACHE_FLAGS = {EM_386: 0x0003, EM_X86_64: 0x0303, EM_PPC64: 0x0503, EM_ARM: 0x0903, EM_AARCH64: 0x0A03}
+MOST_HEADERS = 512
+MOST_BYTES = 1 << 20
 
 
-def _soname(descriptor: int) -> str:
-    bits, segments = _segments(descriptor)
-    found: dict[int, int] = {}
-    for kind, offset, _address, size in segments:
-        if kind == _PT_DYNAMIC:
-            entry = struct.Struct("<qQ" if bits == 64 else "<iI")
-            data = _read(descriptor, offset, size)
-            for tag, value in entry.iter_unpack(data[: len(data) // entry.size * entry.size]):
-                if tag == 0:
-                    break
-                found.setdefault(tag, value)
-    if _DT_SONAME not in found or _DT_STRTAB not in found:
+class Malformed(ValueError):
+    """Not an ELF file that we understand."""
+
+
+class Elf:
+    """A shared object, read through a descriptor that the caller keeps open."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        ident = os.pread(fd, 16, 0)
+        if len(ident) < 16 or ident[:4] != b"\x7fELF" or ident[4] not in (1, 2) or ident[5] not in (1, 2):
+            raise Malformed("not an ELF file")
+        self.wide = ident[4] == 2
+        self.order = "<" if ident[5] == 1 else ">"
+        fields = self._struct("HHIQQQIHHHHHH" if self.wide else "HHIIIIIHHHHHH")
+        header = fields.unpack(self._read(16, fields.size))
+        self.machine: int = header[1]
+        self._programs = (header[4], header[8], header[9])  # offset, entry size, count
+        self._sections = (header[5], header[10], header[11])
+        self._names: int = header[12]
+
+    @property
+    def cache_flags(self) -> int:
+        """The flags of its entry in the loader's cache; 0 where we know none."""
+        return CACHE_FLAGS.get(self.machine, 0)
+
+    def soname(self) -> str:
+        """DT_SONAME, "" where it has none."""
+        loads: list[tuple[int, int, int]] = []
+        dynamic = (0, 0)
+        for kind, offset, address, size in self._program_headers():
+            if kind == PT_LOAD:
+                loads.append((address, offset, size))
+            elif kind == PT_DYNAMIC:
+                dynamic = (offset, size)
+        table = dict(self._dynamic(*dynamic))
+        if DT_SONAME not in table or DT_STRTAB not in table:
+            return ""
+        for address, offset, size in loads:
+            if address <= table[DT_STRTAB] < address + size:
+                return self._text(offset + table[DT_STRTAB] - address + table[DT_SONAME])
         return ""
-    for kind, offset, address, size in segments:  # the string table's address, as an offset in the file
-        if kind == _PT_LOAD and address <= found[_DT_STRTAB] < address + size:
-            start = offset + found[_DT_STRTAB] - address + found[_DT_SONAME]
-            return _read(descriptor, start, 256).partition(b"\0")[0].decode("utf-8", "replace")
-    return ""
+
+    def note(self, name: str) -> tuple[str, bytes] | None:
+        """Owner and content of the first note in the section of that name, None where there is no such section."""
+        offset, size, count = self._sections
+        one = self._struct("IIQQQQIIQQ" if self.wide else "IIIIIIIIII")
+        if size != one.size or count > MOST_HEADERS or self._names >= count:
+            return None
+        rows = list(one.iter_unpack(self._read(offset, size * count)))
+        names = rows[self._names][4]
+        for row in rows:
+            if row[1] == SHT_NOTE and self._text(names + row[0]) == name:
+                return self._first_note(self._read(row[4], min(row[5], MOST_BYTES)), max(row[8], 1))
+        return None
+
+    def _first_note(self, data: bytes, align: int) -> tuple[str, bytes]:
+        if len(data) < 12 or align > 64:
+            raise Malformed("a note section is too short")
+        name_size, content_size, _ = unpack_from(self.order + "III", data)
+        start = 12 + -(-name_size // align) * align
+        if start + content_size > len(data):
+            raise Malformed("a note leaves its section")
+        return _decode(data[12 : 12 + name_size].rstrip(b"\0")), data[start : start + content_size]
+
+    def _program_headers(self) -> Iterator[tuple[int, int, int, int]]:
+        offset, size, count = self._programs
+        one = self._struct("IIQQQQQQ" if self.wide else "IIIIIIII")
+        if count and (size != one.size or count > MOST_HEADERS):
+            raise Malformed("odd program headers")
+        for row in one.iter_unpack(self._read(offset, one.size * count)):
+            yield (row[0], row[2], row[3], row[5]) if self.wide else (row[0], row[1], row[2], row[4])
+
+    def _dynamic(self, offset: int, size: int) -> Iterator[tuple[int, int]]:
+        one = self._struct("qQ" if self.wide else "iI")
+        size = min(size, MOST_BYTES)
+        for tag, value in one.iter_unpack(self._read(offset, size - size % one.size)):
+            if tag == DT_NULL:
+                return
+            yield tag, value
+
+    def _struct(self, fields: str) -> Struct:
+        return Struct(self.order + fields)
+
+    def _read(self, offset: int, size: int) -> bytes:
+        if offset >= 1 << 62:
+            raise Malformed("an offset leaves the file")
+        data = os.pread(self.fd, size, offset)
+        if len(data) < size:
+            raise Malformed("a table leaves the file")
+        return data
+
+    def _text(self, offset: int) -> str:
+        if offset >= 1 << 62:
+            raise Malformed("an offset leaves the file")
+        return _decode(os.pread(self.fd, 256, offset).partition(b"\0")[0])
+
+
+def _decode(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
 
 
 def soname(path: str) -> str:
-    """The file's DT_SONAME, "" where it has none, can't be read or isn't a little-endian ELF file."""
+    """The file's DT_SONAME, "" where it has none, can't be read or is no ELF file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
     try:
-        return _soname(descriptor)
-    except (OSError, ValueError, KeyError, IndexError, struct.error):
+        return Elf(fd).soname()
+    except (OSError, Malformed):
         return ""
     finally:
-        os.close(descriptor)
+        os.close(fd)
 
 
 def bits(path: str) -> int:

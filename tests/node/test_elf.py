@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpulet.injection import compat
 from gpulet.injection.beneath import Root
-from gpulet.injection.elf import Elf, Malformed
+from gpulet.node.elf import Elf, Malformed
 from support.made_elf import I386, library
 
 NOTE = {"Format": 1, "CUDA Version": "12.9", "Driver": [535, 550], "Device": [1]}
