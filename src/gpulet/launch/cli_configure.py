@@ -187,7 +187,7 @@ def injection_of(call: Call, request: Request, layout: Layout) -> tuple[Injectio
     if not facts.gpus:
         request = request.replace(devices=())
     try:
-        files = driver_files(root, call.last("ldcache"), facts.driver)
+        files = driver_files(root, call.last("ldcache"), facts.driver, _not_wanted(request.capabilities))
         injection = build(facts, files, request, layout=layout)
     except Failure:
         raise
@@ -203,6 +203,12 @@ def injection_of(call: Call, request: Request, layout: Layout) -> tuple[Injectio
     if (request.mig_config or request.mig_monitor) and (gpus := mig_capable(root, selection)):
         return _managing(injection, root, facts, [minor for gpu in gpus for minor in cap_minors(root, gpu)])
     return injection, ()
+
+
+def _not_wanted(capabilities: tuple[str, ...]) -> tuple[str, ...]:
+    """The kinds of driver files that no capability asked for lets in: looking for them costs time."""
+    graphics = () if {"graphics", "display"} & set(capabilities) else ("config", "xorg")
+    return (*graphics, *(() if "compat32" in capabilities else ("library32",)))
 
 
 def _managing(

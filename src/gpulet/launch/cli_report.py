@@ -53,13 +53,13 @@ def node_facts(call: Call, ids: Iterable[str], *, nvml: bool = False) -> NodeFac
         raise Failure("initialization error", error) from error
 
 
-def driver_files(root: str, ldcache: str, version: str) -> driver.DriverFiles:
-    """The driver's files beneath root. ldcache: the --ldcache option, a path beneath root."""
+def driver_files(root: str, ldcache: str, version: str, drop: tuple[str, ...] = ()) -> driver.DriverFiles:
+    """The driver's files beneath root. ldcache: the --ldcache option, a path beneath root; drop: kinds not wanted."""
     path = below(root, ldcache) if ldcache else ""
     if path and not os.path.exists(path):
         raise Failure("detection error", f"open failed: {path}: no such file or directory")
     try:
-        return driver.find(root, version=version, ldcache=path)
+        return driver.find(root, version=version, ldcache=path, drop=drop)
     except DriverNotFound as error:
         raise Failure("detection error", error) from error
 
