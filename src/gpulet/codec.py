@@ -95,20 +95,27 @@ def kept(source: str, at: str, make: Callable[[], Any], stamp: str = "") -> Any:
         return make()
     key = [state.st_ino, state.st_size, state.st_mtime_ns, stamp]
     try:
-        with open(at, "rb") as file:
-            if os.fstat(file.fileno()).st_uid in (0, os.geteuid()):
-                content = loads(file.read())
-                if content["key"] == key:
-                    return content["value"]
+        content = read_own(at)
+        if content["key"] == key:
+            return content["value"]
     except (OSError, ValueError, KeyError, TypeError):
         pass
     value = make()
     if time.time_ns() - state.st_mtime_ns > _FRESH:
-        _keep(at, {"key": key, "value": value})
+        write_own(at, {"key": key, "value": value})
     return value
 
 
-def _keep(at: str, content: dict[str, Any]) -> None:
+def read_own(path: str) -> Any:
+    """The JSON in a file that root or ourselves wrote. Raises OSError for none such, ValueError for no JSON."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_uid not in (0, os.geteuid()):
+            raise PermissionError(1, "another's file", path)  # EPERM
+        return loads(file.read())
+
+
+def write_own(at: str, content: dict[str, Any]) -> None:
+    """Puts JSON at a path, aside and renamed. What can't be kept, or what JSON would change, isn't, without a word."""
     aside = f"{at}.{os.getpid()}"
     try:
         text = dumps(content)

@@ -17,7 +17,8 @@ import os
 from gpulet.errors import EngineError
 from gpulet.injection import oci
 from gpulet.injection.model import Hook, Injection, Mount, RootfsWork
-from gpulet.launch import legacy, programs, sources
+from gpulet.launch import legacy, programs
+from gpulet.launch.memory import Memory
 from gpulet.request import bundle, cuda, policy
 from gpulet.request.decide import Decision, decide, needs_ledger
 from gpulet.settings import CUDA_VISIBLE_DEVICES, Settings
@@ -26,6 +27,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from gpulet.launch.beside import Laid
     from gpulet.request.bundle import Container
     from gpulet.request.model import Request
 
@@ -34,15 +36,24 @@ HOOK_ENV = ("GPULET_HOOK=1",)  # never empty: runc would hand the container's en
 
 class Plan:
     """config: the new config.json; injection: what was put in; work: what is to be done beneath the root; mounts:
-    those that bring libraries, for the loader's cache."""
+    those that bring libraries, for the loader's cache; laid: what is to be put into the state folder; memory and
+    looked: where the answer comes from or is to be remembered, and what it was made from (see memory.py)."""
 
     def __init__(
-        self, config: dict[str, Any], injection: Injection, work: RootfsWork, mounts: tuple[Mount, ...] = ()
+        self,
+        config: dict[str, Any],
+        injection: Injection,
+        work: RootfsWork,
+        mounts: tuple[Mount, ...] = (),
+        laid: tuple[Laid, ...] = (),
     ) -> None:
         self.config = config
         self.injection = injection
         self.work = work
         self.mounts = mounts
+        self.laid = laid
+        self.memory: Memory | None = None
+        self.looked: tuple[str, ...] = ()
 
 
 class Bundle:
@@ -58,18 +69,21 @@ class Bundle:
         ledger = policy.read_ledger(settings.policy_checkpoint) if asks_kubelet else None
         self.decision = decide(self.container, settings, ledger)
 
-    def plan(self, settings: Settings) -> Plan:
+    def plan(self, settings: Settings, *, aside: bool = True) -> Plan:
         """What is to be done to it. Raises what `make` raises."""
         if self.container.type == "sandbox":
             return Plan(self.config, Injection(), RootfsWork())
-        return make(self.config, self.container, self.decision, settings)
+        return make(self.config, self.container, self.decision, settings, aside=aside)
 
 
-def make(config: dict[str, Any], container: Container, decision: Decision, settings: Settings) -> Plan:
-    """Works out the plan for a decision. Raises CdiError, NodeError, RequestError, ConfigError."""
+def make(
+    config: dict[str, Any], container: Container, decision: Decision, settings: Settings, *, aside: bool = True
+) -> Plan:
+    """Works out the plan for a decision. aside: whether things may be laid in the state folder (see beside.py). Raises
+    CdiError, NodeError, RequestError, ConfigError."""
     if decision.mode == "legacy":
         return _by_prestart_hook(config, container, decision.request, settings)
-    return _direct(config, container, decision, settings)
+    return _direct(config, container, decision, settings, aside)
 
 
 def _by_prestart_hook(config: dict[str, Any], container: Container, request: Request, settings: Settings) -> Plan:
@@ -81,21 +95,44 @@ def _by_prestart_hook(config: dict[str, Any], container: Container, request: Req
     return by_hook(plan) if covered(config, plan.work) else plan
 
 
-def _direct(config: dict[str, Any], container: Container, decision: Decision, settings: Settings) -> Plan:
-    request = decision.request
+def _direct(config: dict[str, Any], container: Container, decision: Decision, settings: Settings, aside: bool) -> Plan:
+    request, memory = decision.request, None
+    looked: tuple[str, ...] = ()
     injection = Injection()
     if request:
-        injection = sources.injection(request, decision.mode, container, settings)
+        injection, memory, looked = _answer(decision, container, settings)
         config = oci.apply(config, injection)
         if cuda.speaks_cuda(settings, container):
             config = oci.put_env(config, CUDA_VISIBLE_DEVICES, cuda.cuda_value(request))
     config, work = _take_over(config, injection.rootfs)
     plan = Plan(config, injection, work, _libraries(config, injection, work))
-    if covered(config, work):
+    plan.memory, plan.looked = memory, looked
+    if aside and work.links:
+        _lay_device_links(plan, settings.state_dir)
+    if covered(plan.config, plan.work):
         return by_hook(plan)
     if work.freeze_device_nodes:
-        plan.config = _frozen(config)
+        _freeze(plan, container, settings.state_dir if aside else "")
     return plan
+
+
+def _answer(decision: Decision, container: Container, settings: Settings) -> tuple[Injection, Memory, tuple[str, ...]]:
+    """The Injection for a request, remembered or worked out; then also what it was made from."""
+    memory = Memory(decision.request, decision.mode, settings).recall()
+    if memory.found is not None:
+        return memory.found, memory, ()
+    from gpulet.launch import sources
+
+    found = sources.find(decision.request, decision.mode, container, settings)
+    return found.injection, memory, found.looked
+
+
+def _lay_device_links(plan: Plan, folder: str) -> None:
+    from gpulet.launch import beside
+
+    plan.work, laid, mounts = beside.device_links(plan.config, plan.work, folder)
+    plan.laid += laid
+    plan.config = oci.apply(plan.config, Injection(mounts=mounts))
 
 
 def covered(config: dict[str, Any], work: RootfsWork) -> str:
@@ -125,8 +162,10 @@ def by_hook(plan: Plan) -> Plan:
             remedy="write the launchers with: gpulet install",
         )
     args = hook_args(os.path.basename(program), plan.work, profile=bool(plan.work.profile_minors))
-    config = oci.add_hook(plan.config, Hook("createContainer", program, tuple(args), HOOK_ENV))
-    return Plan(config, plan.injection, RootfsWork())
+    hooked = Plan(plan.config, plan.injection, RootfsWork(), laid=plan.laid)
+    hooked.config = oci.add_hook(plan.config, Hook("createContainer", program, tuple(args), HOOK_ENV))
+    hooked.memory, hooked.looked = plan.memory, plan.looked
+    return hooked
 
 
 def _take_over(config: dict[str, Any], work: RootfsWork) -> tuple[dict[str, Any], RootfsWork]:
@@ -142,16 +181,29 @@ def _take_over(config: dict[str, Any], work: RootfsWork) -> tuple[dict[str, Any]
     return oci.with_hooks(config, remaining), cdi_hooks.join([work, taken])
 
 
-def _frozen(config: dict[str, Any]) -> dict[str, Any]:
+def _freeze(plan: Plan, container: Container, folder: str) -> None:
     """Hiding the driver's ModifyDeviceFiles needs a mount inside the container's /proc, which low-level runtimes refuse
-    in a spec: a hook does it, on nodes where the driver makes device nodes at all."""
+    in a spec: a hook does it, on nodes where the driver makes device nodes at all. The host's mount(8) does it in a
+    tenth of the time that a program of ours takes to start."""
     from gpulet.injection import rootfs
+    from gpulet.launch import beside
 
-    program = programs.cdi_hook()
-    if not program or rootfs.frozen_params() is None:
-        return config
-    name = os.path.basename(program)
-    return oci.add_hook(config, Hook("createContainer", program, (name, "disable-device-node-modification"), HOOK_ENV))
+    params = rootfs.frozen_params()
+    if params is None:
+        return
+    mount, ours = beside.mount_program() if folder else "", programs.cdi_hook()
+    if mount:
+        source = beside.named(folder, "params", params)
+        plan.laid += (beside.Laid(source, params),)
+        hooks = beside.freeze(container.root, source, mount, rootfs.PARAMS)
+    elif ours:
+        args = (os.path.basename(ours), "disable-device-node-modification")
+        hooks = (Hook("createContainer", ours, args, HOOK_ENV),)
+    else:
+        return
+    plan.work = plan.work.replace(freeze_device_nodes=False)
+    for hook in hooks:
+        plan.config = oci.add_hook(plan.config, hook)
 
 
 def _libraries(config: dict[str, Any], injection: Injection, work: RootfsWork) -> tuple[Mount, ...]:

@@ -18,13 +18,11 @@ from gpulet.launch.log import Log
 from gpulet.settings import Settings
 from gpulet.version import __version__
 
-NOT_FROM_HERE = (1, 13, 75)  # EPERM, EACCES, EOVERFLOW (an owner without a place in an idmapped mount): errno(3)
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpulet.launch.plan import Bundle, Plan
+    from gpulet.launch.plan import Bundle
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,33 +63,21 @@ def create(call: calls.Call, settings: Settings) -> None:
     from gpulet.launch.plan import Bundle
     from gpulet.request.bundle import write_config
 
-    started = perf_counter()
+    times = [perf_counter()]
     bundle = Bundle(call.config_path(), settings)
-    decided = perf_counter()
+    times.append(perf_counter())
     plan = bundle.plan(settings)
-    planned = perf_counter()
-    if not plan.work.empty():
-        plan = _prepared(bundle, plan)
+    times.append(perf_counter())
+    if plan.laid or not plan.work.empty():
+        from gpulet.launch.carry import carry_out
+
+        plan = carry_out(bundle, plan, settings)
+    times.append(perf_counter())
     if plan.config != bundle.config:
         write_config(bundle.path, plan.config)
-    spent = {"decide": decided - started, "plan": planned - decided, "carry-out": perf_counter() - planned}
-    _tell(_log(call, settings), bundle, spent)
-
-
-def _prepared(bundle: Bundle, plan: Plan) -> Plan:
-    """Does the work beneath the root; where the kernel says that it can't be done from here, leaves it to a hook."""
-    from gpulet.errors import StepFailed
-    from gpulet.injection import rootfs
-
-    try:
-        rootfs.prepare(bundle.container.root, plan.work, plan.mounts)
-    except StepFailed as error:
-        if error.errno not in NOT_FROM_HERE:
-            raise
-        from gpulet.launch.plan import by_hook
-
-        return by_hook(plan)
-    return plan
+    times.append(perf_counter())
+    spent = zip(("decide", "plan", "prepare", "write"), times, times[1:], strict=False)
+    _tell(_log(call, settings), bundle, " ".join(f"{phase}={(b - a) * 1e3:.1f}" for phase, a, b in spent))
 
 
 def _settings(call: calls.Call) -> Settings:
@@ -113,8 +99,8 @@ def _log(call: calls.Call, settings: Settings) -> Log:
     return Log(sinks, "debug" if call.debug else settings.log_level, call.log_format)
 
 
-def _tell(log: Log, bundle: Bundle, spent: dict[str, float]) -> None:
-    """One line for a container that got something, one for each thing that may surprise. spent: seconds by phase."""
+def _tell(log: Log, bundle: Bundle, spent: str) -> None:
+    """One line for a container that got something, one for each thing that may surprise. spent: ms by phase."""
     for rule in bundle.decision.trace:
         if rule.level == "warning":
             log.write("warning", f"{rule.name}: {rule.outcome}", input=rule.input, where=rule.where)
@@ -125,10 +111,11 @@ def _tell(log: Log, bundle: Bundle, spent: dict[str, float]) -> None:
             "GPUs for a container",
             pod=f"{one.pod_namespace}/{one.pod_name}" if one.pod_name else "",
             container=one.name,
+            grant=request.reason,
             source=request.source,
             devices=",".join(request.devices) or "none",
             mode=bundle.decision.mode,
-            ms=" ".join(f"{phase}={seconds * 1e3:.1f}" for phase, seconds in spent.items()),
+            ms=spent,
         )
 
 

@@ -11,6 +11,7 @@ from gpulet.errors import CdiError, NodeError, RequestError, UnknownDevice
 from gpulet.injection.model import Injection
 from gpulet.request.devices import is_qualified
 from gpulet.settings import DRIVER_CAPABILITIES, VISIBLE_DEVICES, Settings
+from gpulet.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,17 +23,30 @@ AUTOMATIC = "runtime.nvidia.com/gpu="  # CDI names that mean: as the runtime fin
 USUAL_LISTS = ("l4t.csv", "drivers.csv", "devices.csv")
 
 
-def injection(request: Request, mode: str, container: Container, settings: Settings) -> Injection:
+class Found(Value):
+    """An Injection, and the folders and files of the host that it was made from; () where it can't be known whether
+    the next look would give the same."""
+
+    injection: Injection
+    looked: tuple[str, ...] = ()
+
+
+def find(request: Request, mode: str, container: Container, settings: Settings) -> Found:
     """What a request brings. Raises CdiError, NodeError, RequestError, RequirementNotMet."""
     names = cdi_names(request, mode, settings)
     if names:
         _check_requirements(request, settings, None)
-        return _resolve(names, request, settings)
+        looked = [*settings.cdi_spec_dirs, *_files(settings.cdi_spec_dirs)]
+        return Found(_resolve(names, request, settings), tuple(looked))
     request = request.replace(devices=tuple(device.removeprefix(AUTOMATIC) for device in request.devices))
     if mode == "csv" or (settings.mode == "auto" and _is_tegra(settings.driver_root())):
         _check_requirements(request, settings, None)
-        return _from_lists(request, container, settings)
+        return Found(_from_lists(request, container, settings))
     return _from_node(request, settings)
+
+
+def _files(folders: tuple[str, ...]) -> list[str]:
+    return [f"{folder}/{name}" for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)]
 
 
 def _is_tegra(root: str) -> bool:
@@ -113,8 +127,9 @@ def _resolve(names: tuple[str, ...], request: Request, settings: Settings) -> In
     return narrow(injection, request.capabilities)
 
 
-def _from_node(request: Request, settings: Settings) -> Injection:
+def _from_node(request: Request, settings: Settings) -> Found:
     from gpulet.injection import build
+    from gpulet.launch.places import looked_into
     from gpulet.node import driver, procfs
 
     root = settings.driver_root()
@@ -130,12 +145,14 @@ def _from_node(request: Request, settings: Settings) -> Injection:
             facts = nvml.facts(root)
         else:
             gated = build.gated(facts, request.gated, root=root)
-            return build.merge([found, build.imex(facts, request.imex), gated])
+            return Found(build.merge([found, build.imex(facts, request.imex), gated]))
     files = driver.find(root, version=facts.driver, ldcache=settings.cli_ldcache)
     if set(DRIVER_CAPABILITIES) <= set(request.capabilities):
         request = request.replace(capabilities=("all",))  # with the files that belong to none of them
     injection = build.build(facts, files, request)
-    return injection.replace(gids=()) if settings.no_device_gids else injection
+    known = facts.source == "procfs" and not any(gpu.mig_enabled or not gpu.uuid for gpu in facts.gpus)
+    looked = looked_into(files, facts.dev_root, settings.cli_ldcache) if known else ()
+    return Found(injection.replace(gids=()) if settings.no_device_gids else injection, looked)
 
 
 def _check_requirements(request: Request, settings: Settings, facts: NodeFacts | None) -> None:

@@ -1,0 +1,80 @@
+"""Carries out what a plan asks for outside config.json: things in the state folder, work beneath the root; and the ways
+round where one of them can't be done from here. Loaded by the programs in launch/.
+"""
+
+from __future__ import annotations
+
+from gpulet.errors import StepFailed
+from gpulet.injection import oci, rootfs
+from gpulet.injection.beneath import EROFS, Root
+from gpulet.injection.model import Injection, Mount
+from gpulet.launch import beside
+from gpulet.launch.plan import by_hook
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from gpulet.launch.plan import Bundle, Plan
+    from gpulet.settings import Settings
+
+NOT_FROM_HERE = (1, 13, 75)  # EPERM, EACCES, EOVERFLOW (an owner without a place in an idmapped mount): errno(3)
+
+
+def carry_out(bundle: Bundle, plan: Plan, settings: Settings) -> Plan:
+    """Does a plan's work; answers the plan that stands then, whose config.json is to be written. Raises GpuletError."""
+    try:
+        beside.lay(plan.laid)
+    except OSError:  # a state folder that isn't ours to write: rootless, or a full disk
+        plan = bundle.plan(settings, aside=False)
+    if plan.work.empty():
+        _remember(plan, {})
+        return plan
+    libraries, sonames = _libraries(plan)
+    try:
+        with Root(bundle.container.root) as held:
+            rootfs.carry_out(held, plan.work, libraries)
+    except StepFailed as error:
+        if error.errno == EROFS:
+            return _read_only(bundle, plan, libraries, settings)
+        if error.errno not in NOT_FROM_HERE:
+            raise
+        return by_hook(plan)
+    _remember(plan, sonames)
+    return plan
+
+
+def _libraries(plan: Plan) -> tuple[list[rootfs.Library], dict[str, tuple[str, int]]]:
+    """The libraries for the loader's cache, and all that is known of each: remembered, or read from the host's file."""
+    known = plan.memory.sonames if plan.memory else {}
+    read = rootfs.libraries_of([mount for mount in plan.mounts if mount.path not in known])
+    sonames = dict(known)
+    for item in read:
+        sonames[f"{item.folder}/{item.name}"] = (item.soname, item.flags)
+    libraries = []
+    for mount in plan.mounts:
+        if mount.path in sonames:
+            folder, _, name = mount.path.rpartition("/")
+            libraries.append(rootfs.Library(folder, name, *sonames[mount.path]))
+    return libraries, sonames
+
+
+def _remember(plan: Plan, sonames: dict[str, tuple[str, int]]) -> None:
+    if plan.memory and plan.looked:
+        own = {mount.path for mount in plan.injection.mounts}
+        plan.memory.keep(plan.injection, plan.looked, {path: it for path, it in sonames.items() if path in own})
+
+
+def _read_only(bundle: Bundle, plan: Plan, libraries: list[rootfs.Library], settings: Settings) -> Plan:
+    """The way round a root that is read-only on disk: the loader's cache mounted over the image's, with the libraries
+    where they lie, as no link can be made. An image without a cache has no place for it: that is left to the hook."""
+    with Root(bundle.container.root) as held:
+        data = rootfs.cache_without_links(held, plan.work, libraries) if held.exists(rootfs.CACHE) else b""
+    if not data:
+        return by_hook(plan)
+    laid = beside.Laid(beside.named(settings.state_dir, "caches", data), data)
+    try:
+        beside.lay([laid])
+    except OSError:
+        return by_hook(plan)
+    mount = Mount(laid.path, rootfs.CACHE, beside.OPTIONS, why="the root is read-only: the loader's cache")
+    plan.config = oci.apply(plan.config, Injection(mounts=(mount,)))
+    return plan

@@ -1,0 +1,152 @@
+"""What was worked out for a request, remembered for the next container that asks the same of an unchanged node.
+
+Looking a node over and building an Injection costs a starting container several milliseconds and comes to the same
+until something on the node changes. So it is kept as JSON in the state folder, with everything that was asked and
+configured, and the evidence: what the driver says in /proc, and the state of every folder that was looked into and
+of every device node and file that goes in. It counts as long as the evidence is the same. `gpulet explain` reads it
+too, and never writes. Loaded by the programs in launch/.
+"""
+
+from __future__ import annotations
+
+import os
+
+from gpulet import codec
+from gpulet.injection.model import DeviceNode, Hook, Injection, Mount, RootfsWork, SymLink
+from gpulet.version import __version__
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+    from gpulet.request.model import Request
+    from gpulet.settings import Settings
+
+DRIVER = "/proc/driver/nvidia"
+MOST = 512  # answers; a node has few kinds of requests, so more are somebody's play
+FRESH = 2_000_000_000  # ns: what changed just now may change once more within one tick of its clock
+_NAMES = (1 << 89) - 1  # a prime: what was asked gives the file's name as its remainder
+
+
+class Memory:
+    """The answer to one request. found: the Injection, None where none is remembered that counts; sonames: of its
+    libraries, path in the container -> (soname, flags in the loader's cache)."""
+
+    def __init__(self, request: Request, mode: str, settings: Settings) -> None:
+        self.found: Injection | None = None
+        self.sonames: dict[str, tuple[str, int]] = {}
+        self._root = settings.driver_root()
+        asked = [getattr(request, name) for name in request._fields if name not in ("reason", "variable", "source")]
+        set_up = [getattr(settings, name) for name in settings._fields if name not in ("lines", "unknown")]
+        key = codec.dumps([__version__, mode, asked, set_up])
+        self._key = key.decode()
+        self._path = f"{settings.state_dir}/requests/{int.from_bytes(key, 'big') % _NAMES:x}.json"
+
+    def recall(self) -> Memory:
+        """Looks the answer up."""
+        try:
+            content = codec.read_own(self._path)
+            if content["key"] != self._key or not self._unchanged(content):
+                return self
+            self.sonames = {path: (name, flags) for path, (name, flags) in content["sonames"].items()}
+            self.found = _revived(content["injection"])
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):
+            pass  # none, or of a form that isn't ours
+        return self
+
+    def _unchanged(self, content: dict[str, Any]) -> bool:
+        if any(_state(path) != seen for path, seen in content["looked"].items()):
+            return False
+        return bool(content["said"] == _said(self._root))
+
+    def keep(self, injection: Injection, looked: Iterable[str], sonames: dict[str, tuple[str, int]]) -> None:
+        """Remembers an answer. looked: the folders and files that it was made from. Says nothing where it can't."""
+        import time
+
+        nodes = [node.host_path for node in injection.devices]
+        bound = [mount.source for mount in injection.mounts if mount.type in ("", "bind")]
+        states = {path: _state(path) for path in (*looked, *nodes, *bound)}
+        young = time.time_ns() - FRESH
+        if any(seen and seen[1] > young for seen in states.values()) or not all(states[path] for path in nodes):
+            return
+        content = {
+            "key": self._key,
+            "looked": states,
+            "said": _said(self._root),
+            "injection": injection.to_data(),
+            "sonames": {path: list(pair) for path, pair in sonames.items()},
+        }
+        folder = os.path.dirname(self._path)
+        try:
+            if os.path.isdir(folder) and len(names := os.listdir(folder)) >= MOST:
+                for name in names:
+                    os.unlink(f"{folder}/{name}")
+            codec.write_own(self._path, content)
+        except OSError:
+            pass
+
+
+def _state(path: str) -> list[int] | None:
+    """What tells one state of a folder or file from another: a folder's time changes as names come and go, a node's as
+    its mode or owner does."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return [info.st_ino, info.st_ctime_ns, info.st_size]
+
+
+def _said(root: str) -> list[Any]:
+    """What the driver says of itself, its GPUs and their MIG instances, as it stands in /proc (which has no times)."""
+    base = root.rstrip("/") + DRIVER
+    if not os.path.isdir(base):
+        base = DRIVER
+    gpus = [[name, _text(f"{base}/gpus/{name}/information")] for name in _names(f"{base}/gpus")]
+    mig = [[name, _names(f"{base}/capabilities/{name}/mig")] for name in _names(f"{base}/capabilities")]
+    return [_text(f"{base}/version"), gpus, mig]
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _revived(data: dict[str, Any]) -> Injection:
+    """The Injection of `to_data()`. Without the values' own checks, which would take longer than making it anew."""
+    work = data["rootfs"]
+    for name in ("links", "device_links"):
+        work[name] = tuple(_value(SymLink, one) for one in work[name])
+    work["folders"], work["profile_minors"] = tuple(work["folders"]), tuple(work["profile_minors"])
+    data["rootfs"] = _value(RootfsWork, work)
+    data["devices"] = tuple(_value(DeviceNode, one) for one in data["devices"])
+    data["mounts"] = tuple(_value(Mount, _with_tuples(one, "options")) for one in data["mounts"])
+    data["hooks"] = tuple(_value(Hook, _with_tuples(one, "args", "env")) for one in data["hooks"])
+    for name in ("gids", "proc_gpus", "proc_mig"):
+        data[name] = tuple(data[name])
+    for name in ("env", "net_devices", "intel_rdt"):
+        data[name] = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in data[name])
+    injection: Injection = _value(Injection, data)
+    return injection
+
+
+def _with_tuples(data: dict[str, Any], *names: str) -> dict[str, Any]:
+    for name in names:
+        data[name] = tuple(data[name])
+    return data
+
+
+def _value(kind: type[Any], data: dict[str, Any]) -> Any:
+    one = object.__new__(kind)
+    one.__dict__.update(data)
+    return one
