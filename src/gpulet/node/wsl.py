@@ -28,7 +28,7 @@ REQUIRED = (
 
 
 def _store(root: str) -> str:
-    """The driver store with libcuda; of several the newest, which is the one that Windows runs after an update."""
+    """The driver store with libcuda; of several the one that an adapter is said to use, else the newest."""
     try:
         names = os.listdir(below(root, STORES))
     except OSError:
@@ -39,7 +39,12 @@ def _store(root: str) -> str:
             found.append((os.stat(below(root, f"{STORES}/{name}/{_MARK}")).st_mtime, f"{STORES}/{name}"))
         except OSError:
             continue
-    return max(found)[1] if found else ""
+    if len(found) < 2:
+        return found[0][1] if found else ""
+    from gpulet.node import dxcore  # an update leaves the old store behind; only now asking is worth its time
+
+    used = dxcore.stores(below(root, f"{LIBRARIES}/libdxcore.so"))
+    return next((path for path in used if any(path == store for _, store in found)), max(found)[1])
 
 
 def _kind(name: str) -> str:
