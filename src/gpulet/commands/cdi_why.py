@@ -16,8 +16,7 @@ def explain(name: str, engine: str = "", folders: tuple[str, ...] = ()) -> dict[
 
     engine: "podman" or "podman=4.9"; folders: instead of those that the engine scans.
     """
-    program = engine.partition("=")[0].lower().replace("cri-o", "crio")
-    scanned = folders or cdi_targets.FOLDERS.get(program, DEFAULT_FOLDERS)
+    scanned = folders or (cdi_targets.folders(engine) if engine else DEFAULT_FOLDERS)
     registry = Registry(scanned)
     lines = [*_folders(scanned), *_files(registry)]
     found = _name(name, registry)
