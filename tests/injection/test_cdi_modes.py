@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpulet.errors import CdiError, DriverNotFound, UsageError
-from gpulet.injection import build, cdi, cdi_fingerprint, cdi_modes, cdi_targets, cdi_transform, csv_files
+from gpulet.injection import build, cdi, cdi_fingerprint, cdi_modes, cdi_rules, cdi_targets, cdi_transform, csv_files
 from gpulet.node import driver, procfs
 from gpulet.node.gpu import CharDevice, Gpu, MigDevice, NodeFacts
 from gpulet.request.model import Request
@@ -63,9 +63,16 @@ def test_gated_specs(name: str, wanted: list[str]) -> None:
         cdi_modes.gated_spec(GATED.replace(nodes=()), name)
 
 
-def test_gds_brings_its_files() -> None:
-    (only,) = cdi_modes.gated_spec(GATED, "gds")["devices"]
-    assert [mount["containerPath"] for mount in only["containerEdits"]["mounts"]] == ["/etc/cufile.json", "/run/udev"]
+def test_gds_brings_its_files_as_far_as_they_are_there(tmp_path: Path) -> None:
+    def mounts() -> list[str]:
+        (only,) = cdi_modes.gated_spec(GATED, "gds", root=str(tmp_path))["devices"]
+        return [mount["containerPath"] for mount in only["containerEdits"].get("mounts", ())]
+
+    assert mounts() == []
+    (tmp_path / "run/udev").mkdir(parents=True)
+    assert mounts() == ["/run/udev"]
+    tree.write(tmp_path / "etc/cufile.json")
+    assert mounts() == ["/etc/cufile.json", "/run/udev"]
 
 
 def test_management_has_every_node_of_the_driver_and_leaves_node_making_alone(tmp_path: Path) -> None:
@@ -77,6 +84,9 @@ def test_management_has_every_node_of_the_driver_and_leaves_node_making_alone(tm
     assert paths(only["containerEdits"]) == wanted
     (hook,) = spec["containerEdits"]["hooks"]
     assert "--freeze-device-nodes" not in hook["args"] and "--link" in hook["args"]
+    mounts = [mount["containerPath"] for mount in spec["containerEdits"]["mounts"]]
+    assert f"{LIB}/libcuda.so.{tree.VERSION}" in mounts and "/usr/bin/nvidia-smi" in mounts
+    assert not [path for path in mounts if path.endswith(".json") or "libnvidia-egl-" in path]  # only for drawing
 
 
 # -- WSL --
@@ -173,8 +183,8 @@ def test_tegra_lists_become_nodes_mounts_and_links(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "highest"),
-    [("podman=4.2", "0.4.0"), ("podman=4.9.3", "0.6.0"), ("containerd=1.7", "0.5.0"), ("cri-o=1.28", "0.6.0"),
-     ("docker=28.3.1", "0.8.0"), ("podman=6", "0.8.0"), ("0.5.0", "0.5.0"), ("v1.0.0", "1.0.0")],
+    [("podman=4.2", "0.4.0"), ("podman=4.9.3", "0.6.0"), ("containerd=1.7", "0.5.0"), ("cri-o=1.28", "0.5.0"),
+     ("docker=28.3.1", "0.8.0"), ("docker=27.0.3", "0.7.0"), ("containerd=2.3", "1.1.0"), ("podman=6", "0.8.0"), ("0.5.0", "0.5.0"), ("v1.0.0", "1.0.0")],
 )  # fmt: skip
 def test_limits(target: str, highest: str) -> None:
     assert cdi_targets.limit(target) == highest
@@ -184,6 +194,21 @@ def test_limits(target: str, highest: str) -> None:
 def test_targets_that_are_none(target: str) -> None:
     with pytest.raises(UsageError):
         cdi_targets.limit(target)
+
+
+def test_every_row_names_a_version_that_exists_and_engines_only_learn() -> None:
+    for rows in cdi_targets.ENGINES.values():
+        assert rows == tuple(sorted(rows))
+        versions = [cdi_rules.parse_version(cdi) for _since, cdi in rows]
+        assert versions == sorted(set(versions))
+
+
+@pytest.mark.parametrize(
+    ("engine", "folders"),
+    [("podman", 2), ("podman=5.4.2", 2), ("podman=5.5.1", 1), ("podman=5.6", 2), ("docker=5.5", 2), ("cri-o", 2)],
+)
+def test_folders_that_engines_scan(engine: str, folders: int) -> None:
+    assert cdi_targets.folders(engine) == ("/etc/cdi", "/var/run/cdi")[:folders]
 
 
 def test_what_is_above_a_limit() -> None:

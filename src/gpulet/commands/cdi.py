@@ -3,106 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from gpulet.commands.cdi_generate import MODES, Options, gaps, generate_spec
 from gpulet.commands.cdi_why import explain
+from gpulet.commands.cdi_write import ROOT, generate, say
 from gpulet.commands.node import look
-from gpulet.errors import CdiError, GpuletError, NodeError, UsageError
+from gpulet.errors import CdiError, GpuletError, NodeError
 from gpulet.injection import cdi, cdi_fingerprint, cdi_rules, cdi_targets, cdi_transform
 from gpulet.injection.cdi_registry import DEFAULT_FOLDERS, Registry, parse, read_spec
-from gpulet.injection.cdi_spec import NAMINGS
 from gpulet.node.gpu import NodeFacts
 
 app = typer.Typer(no_args_is_help=True, help="Write, check and explain CDI specifications.")
 transform = typer.Typer(no_args_is_help=True, help="Change specifications that are there.")
 app.add_typer(transform, name="transform")
 
-ROOT = Annotated[str, typer.Option("--driver-root", envvar=["GPULET_DRIVER_ROOT", "NVIDIA_CTK_DRIVER_ROOT"])]
-HOOK = "/usr/bin/gpulet-cdi-hook"
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 FOLDERS = Annotated[list[str] | None, typer.Option("--spec-dir", help="A spec folder; later ones win. Repeatable.")]
 
 
-def _say(text: str) -> None:
-    typer.echo(f"gpulet: {text}", err=True)
-
-
-@app.command()
-def generate(
-    output: Annotated[str, typer.Option(help="The file to write; standard output without.")] = "",
-    form: Annotated[str, typer.Option("--format", help="yaml or json; else the file's extension decides.")] = "",
-    mode: Annotated[str, typer.Option("--mode", "--discovery-mode", help=", ".join(MODES))] = "auto",
-    driver_root: ROOT = "/",
-    dev_root: Annotated[str, typer.Option(help="The tree whose dev/ holds the nodes.")] = "",
-    host_driver_root: Annotated[str, typer.Option(help="Where the host has the driver root, if elsewhere.")] = "",
-    names: Annotated[list[str] | None, typer.Option("--device-name-strategy", help=", ".join(NAMINGS))] = None,
-    ids: Annotated[list[str] | None, typer.Option("--device-id", "--device", help="Only these devices.")] = None,
-    vendor: Annotated[str, typer.Option("--vendor", "--cdi-vendor")] = "",
-    cls: Annotated[str, typer.Option("--class", "--cdi-class")] = "",
-    search: Annotated[list[str] | None, typer.Option("--library-search-path", help="More library folders.")] = None,
-    hook_path: Annotated[str, typer.Option("--hook-path", "--nvidia-cdi-hook-path", "--nvidia-ctk-path")] = HOOK,
-    ldconfig_path: Annotated[str, typer.Option(help="Accepted and not needed: the cache is merged natively.")] = "",
-    csv_files: Annotated[list[str] | None, typer.Option("--csv.file", help="Tegra's lists.")] = None,
-    csv_ignore: Annotated[list[str] | None, typer.Option("--csv.ignore-pattern", help="Links to leave out.")] = None,
-    csv_compat: Annotated[str, typer.Option("--csv.compat-container-root")] = "",
-    no_all_device: Annotated[bool, typer.Option("--no-all-device")] = False,
-    flags: Annotated[list[str] | None, typer.Option("--feature-flag", "--feature-flags")] = None,
-    without: Annotated[list[str] | None, typer.Option("--disable-hook", "--disable-hooks")] = None,
-    target: Annotated[str, typer.Option(help="What must be able to read it: podman=4.9, containerd=1.7.")] = "",
-    strict: Annotated[bool, typer.Option("--strict", help="Fail where something that CUDA needs is missing.")] = False,
-) -> None:
-    """Write the CDI spec of this node."""
-    options = Options(
-        mode=mode.lower(),
-        root=driver_root or "/",
-        dev_root=dev_root,
-        host_root=host_driver_root,
-        names=_split(names) or ("index", "uuid"),
-        ids=_split(ids) or ("all",),
-        vendor=vendor,
-        cls=cls,
-        search=_split(search),
-        hook_path=hook_path,
-        csv_files=_split(csv_files),
-        csv_ignore=_split(csv_ignore),
-        csv_compat=csv_compat,
-        all_device=not no_all_device,
-        flags=_split(flags),
-        without=_split(without),
-        target=target,
-    )
-    form = form.lower() or {".json": "json"}.get(os.path.splitext(output)[1], "yaml")
-    if form not in ("json", "yaml"):
-        raise UsageError("--format", seen=form, wanted="yaml or json")
-    spec, facts = generate_spec(options)
-    missing = gaps(facts, options.mode)
-    for text in missing:
-        _say(text)
-    if missing and strict:
-        raise CdiError("the spec would be incomplete", seen=f"{len(missing)} thing(s) missing, see above")
-    if not output:
-        typer.echo(cdi.to_text(spec, form), nl=False)
-        return
-    path = _with_extension(output, form)
-    cdi.write_spec(spec, path)
-    _say(f"wrote {path}: CDI {spec['cdiVersion']}, {spec['kind']}, {len(spec['devices'])} devices")
-
-
-def _split(values: list[str] | None) -> tuple[str, ...]:
-    return tuple(item.strip() for value in values or () for item in value.split(",") if item.strip())
-
-
-def _with_extension(path: str, form: str) -> str:
-    """Engines read .json and .yaml alone: another name gets one of them."""
-    stem, extension = os.path.splitext(path)
-    if extension in (".json", ".yaml"):
-        return path
-    return f"{stem}.yaml" if extension == ".yml" else f"{path}.{form}"
+app.command()(generate)
 
 
 @app.command(name="list")
@@ -114,6 +36,7 @@ def list_(folders: FOLDERS = None, as_json: JSON = False) -> None:
         errors = {path: str(error) for path, error in registry.errors.items()}
         typer.echo(json.dumps({"devices": devices, "errors": errors, "conflicts": registry.conflicts}))
         return
+    say(f"{len(registry.names())} devices in {' '.join(registry.folders)}")
     for name in registry.names():
         typer.echo(name)
     _tell_errors(registry)
@@ -121,9 +44,9 @@ def list_(folders: FOLDERS = None, as_json: JSON = False) -> None:
 
 def _tell_errors(registry: Registry) -> None:
     for error in registry.errors.values():
-        _say(str(error))
+        say(str(error))
     for name, paths in registry.conflicts.items():
-        _say(f"{name} can't be used: {' and '.join(paths)} both define it")
+        say(f"{name} can't be used: {' and '.join(paths)} both define it")
 
 
 def _files(paths: list[str] | None, folders: list[str] | None) -> list[str]:
@@ -167,7 +90,7 @@ def verify(
         facts, _trouble = look(driver_root)
     except NodeError as error:
         facts = None
-        _say(f"paths and numbers are checked alone: {error}")
+        say(f"paths and numbers are checked alone: {error}")
     results: dict[str, list[str]] = {}
     for path in _files(paths, folders):
         try:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from gpulet.commands.node import look
-from gpulet.errors import CdiError, NodeError, UsageError
-from gpulet.injection import cdi, cdi_fingerprint, cdi_modes, cdi_targets, csv_files
+from gpulet.errors import CdiError, NodeError, NvmlError, UsageError
+from gpulet.injection import cdi, cdi_fingerprint, cdi_modes, cdi_rules, cdi_targets, csv_files
 from gpulet.injection.build import GATED
+from gpulet.injection.cdi_spec import HostPaths
 from gpulet.injection.model import RootfsWork
-from gpulet.node import driver, platform
+from gpulet.injection.select import select
+from gpulet.node import driver, nvml, platform, tegra
 from gpulet.node.gpu import NodeFacts
 
 MODES = ("auto", "nvml", "procfs", "wsl", "csv", "management", "imex", *GATED)
-FLAGS = (
-    "no-additional-gids-for-device-nodes",
-    "disable-ipc-discoverer",
-)  # of the peer's, those that mean something here
+NO_GIDS = "no-additional-gids-for-device-nodes"
+NO_SOCKETS = "disable-ipc-discoverer"
+COHERENT = "enable-coherent-annotations"
+ONE_CSV_DEVICE = "disable-multiple-csv-devices"
+NEUTRAL = "enable-explicit-driver-libraries"
+# About a library that the peer asks for links beside device nodes; here sysfs and /dev are looked at.
+WITHOUT_MEANING = ("disable-nvsandboxutils", "disable-nvsandbox-utils", "enable-nvsandboxutils")
+FLAGS = (NO_GIDS, NO_SOCKETS, COHERENT, ONE_CSV_DEVICE, NEUTRAL, *WITHOUT_MEANING)
+_ORIN_COMPAT = "/usr/local/cuda/compat_orin"  # where images keep compatibility libraries for the Tegra of this name
 
 
 class Kind(TypedDict):
@@ -47,6 +55,8 @@ class Options:
     all_device: bool = True
     flags: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    more_hooks: tuple[str, ...] = ()
+    config_search: tuple[str, ...] = ()
     target: str = ""
 
     def kind(self, vendor: str, cls: str) -> Kind:
@@ -69,29 +79,52 @@ def generate_spec(options: Options) -> tuple[dict[str, Any], NodeFacts | None]:
     if mode == "csv":
         return _csv(options), None
     facts, _trouble = look(options.root, options.dev_root, mode if mode in ("nvml", "procfs") else "auto")
-    stamp = cdi_fingerprint.fingerprint(facts)
-    highest = cdi_targets.limit(options.target) if options.target else ""
-    spec = _spec(mode, options, facts, stamp)
-    if highest and cdi_targets.above(spec, highest):
-        spec = _lower(mode, options, facts, highest)
-    return spec, facts
+    return _readable(mode, options, facts), facts
 
 
-def _lower(mode: str, options: Options, facts: NodeFacts, highest: str) -> dict[str, Any]:
-    """The spec with younger features given up until the target reads it: the stamp or the groups, both, then names
+def coherence_specs(options: Options, facts: NodeFacts | None) -> dict[str, dict[str, Any]]:
+    """With the flag for it: "coherent" and "noncoherent" -> a spec of the whole GPUs that are so, its class being named
+    for that. A spec that would have no GPU is left out.
+    """
+    mode = _resolve_mode(options)
+    if COHERENT not in options.flags or facts is None or mode not in ("nvml", "procfs"):
+        return {}
+    wanted = [gpu for gpu in select(facts, options.ids).gpus if not gpu.mig_enabled]
+    out = {}
+    for word, is_so in (("coherent", True), ("noncoherent", False)):
+        ids = tuple(str(gpu.index) for gpu in wanted if gpu.coherent == is_so)
+        if ids:
+            out[word] = _readable(mode, replace(options, ids=ids, cls=f"{options.cls or 'gpu'}.{word}"), facts)
+    return out
+
+
+def _readable(mode: str, options: Options, facts: NodeFacts) -> dict[str, Any]:
+    """The spec, with younger features given up until the target reads it: the stamp or the groups, both, then names
     that begin with a digit. Raises CdiError where that isn't enough.
     """
-    stamp = cdi_fingerprint.fingerprint(facts)
-    groups: dict[str, Any] = {"flags": (*options.flags, FLAGS[0])}
+    stamp = cdi_fingerprint.fingerprint(facts, gpus=mode not in ("imex", *GATED))
+    highest = cdi_targets.limit(options.target) if options.target else cdi_rules.VERSIONS[-1]
+    groups: dict[str, Any] = {"flags": (*options.flags, NO_GIDS)}
     names = {"names": _older(options.names)}
-    for made_of, change in ((stamp, groups), ({}, {}), ({}, groups), ({}, groups | names)):
+    left: list[str] = []
+    if options.more_hooks and options.more_hooks != ("chmod",):
+        raise UsageError(
+            "--enable-hook", seen=",".join(options.more_hooks), wanted="chmod, the others are always there"
+        )
+    for made_of, change in ((stamp, {}), (stamp, groups), ({}, {}), ({}, groups), ({}, groups | names)):
         spec = _spec(mode, replace(options, **change), facts, made_of)
         left = cdi_targets.above(spec, highest)
         if not left:
-            return spec
-    raise CdiError(
-        f"{options.target} can't read this node's spec", seen="; ".join(left), wanted=f"CDI {highest} at most"
-    )
+            return _with_chmod(spec, options.hook_path) if options.more_hooks else spec
+    raise _unreadable(options, left, highest)
+
+
+def _with_chmod(spec: dict[str, Any], hook_path: str) -> dict[str, Any]:
+    """With a hook for engines that make the folders of device nodes for root alone (old versions of crun)."""
+    args = [os.path.basename(hook_path), "chmod", "--mode", "755", "--path", "/dev/dri", "--path", "/dev/nvidia-caps"]
+    hook = {"hookName": "createContainer", "path": hook_path, "args": args, "env": ["GPULET_HOOK=1"]}
+    common = spec["containerEdits"]
+    return {**spec, "containerEdits": {**common, "hooks": [*common.get("hooks", ()), hook]}}
 
 
 def _older(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -99,29 +132,45 @@ def _older(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys("type-index" if name == "index" else name for name in names))
 
 
+def _paths(options: Options, dev_root: str) -> HostPaths:
+    """The device nodes are elsewhere on the host too where they lie in the driver root."""
+    in_root = dev_root.rstrip("/") == options.root.rstrip("/")
+    return HostPaths(options.root, options.host_root, dev_root, options.host_root if in_root else "")
+
+
 def _spec(mode: str, options: Options, facts: NodeFacts, stamp: dict[str, str]) -> dict[str, Any]:
+    paths = _paths(options, facts.dev_root)
     if mode in GATED:
-        return cdi_modes.gated_spec(facts, mode, root=options.root, **options.kind("nvidia.com", mode))
+        kind = options.kind("nvidia.com", mode)
+        return cdi_modes.gated_spec(facts, mode, root=options.root, paths=paths, annotations=stamp, **kind)
     if mode == "imex":
-        return cdi.channel_spec(facts, **options.kind("nvidia.com", "imex-channel"))
-    files = driver.find(options.root, version=facts.driver, search=options.search)
+        kind = options.kind("nvidia.com", "imex-channel")
+        return cdi.channel_spec(facts, paths=paths, annotations=stamp, **kind)
+    files = driver.find(
+        options.root,
+        version=facts.driver,
+        search=options.search,
+        neutral=NEUTRAL in options.flags,
+        config_search=options.config_search,
+    )
     if mode == "wsl":
-        return cdi_modes.wsl_spec(
-            facts, files, hook_path=options.hook_path, annotations=stamp, **options.kind("nvidia.com", "gpu")
-        )
+        kind = options.kind("nvidia.com", "gpu")
+        return cdi_modes.wsl_spec(facts, files, hook_path=options.hook_path, annotations=stamp, paths=paths, **kind)
     if mode == "management":
         kind = options.kind("management.nvidia.com", "gpu")
-        return cdi_modes.management_spec(facts, files, hook_path=options.hook_path, annotations=stamp, **kind)
+        return cdi_modes.management_spec(
+            facts, files, hook_path=options.hook_path, annotations=stamp, paths=paths, **kind
+        )
     return cdi.make_spec(
         facts,
         files,
         names=options.names,
         hook_path=options.hook_path,
         all_device=options.all_device,
-        host_root=options.host_root,
+        paths=paths,
         annotations=stamp,
-        gids=FLAGS[0] not in options.flags,
-        sockets=FLAGS[1] not in options.flags,
+        gids=NO_GIDS not in options.flags,
+        sockets=NO_SOCKETS not in options.flags,
         ids=options.ids,
         without=options.without,
         **options.kind("nvidia.com", "gpu"),
@@ -132,14 +181,47 @@ def _csv(options: Options) -> dict[str, Any]:
     rows = csv_files.read(options.root, options.csv_files)
     if not rows:
         raise NodeError("no file lists of a Tegra", seen=f"*.csv in {csv_files.FOLDER} beneath {options.root}")
+    facts = _tegra(options)
+    orin = any("Orin (nvgpu)" in gpu.name for gpu in facts.gpus)
     found = csv_files.injection(
         rows,
         options.root,
         dev_root=options.dev_root,
         ignore=options.csv_ignore,
-        compat_folder=options.csv_compat or RootfsWork.compat_folder,
+        cuda=facts.cuda,
+        compat_folder=options.csv_compat or (_ORIN_COMPAT if orin else RootfsWork.compat_folder),
     )
-    return csv_files.spec(found, hook_path=options.hook_path, **options.kind("nvidia.com", "gpu"))
+    highest = cdi_targets.limit(options.target) if options.target else cdi_rules.VERSIONS[-1]
+    left: list[str] = []
+    for stamp in (cdi_fingerprint.fingerprint(facts), {}):
+        spec = csv_files.spec(
+            found,
+            facts if ONE_CSV_DEVICE not in options.flags else None,
+            names=options.names,
+            hook_path=options.hook_path,
+            annotations=stamp,
+            all_device=options.all_device,
+            paths=_paths(options, facts.dev_root),
+            **options.kind("nvidia.com", "gpu"),
+        )
+        left = cdi_targets.above(spec, highest)
+        if not left:
+            return spec
+    raise _unreadable(options, left, highest)
+
+
+def _unreadable(options: Options, left: list[str], highest: str) -> CdiError:
+    return CdiError(
+        f"{options.target} can't read this node's spec", seen="; ".join(left), wanted=f"CDI {highest} at most"
+    )
+
+
+def _tegra(options: Options) -> NodeFacts:
+    """What NVML says where a Tegra has it, as the newer ones do; the lists are enough without."""
+    try:
+        return nvml.facts(options.root, options.dev_root, links=False)
+    except NvmlError:
+        return tegra.facts(options.root, options.dev_root)
 
 
 def gaps(facts: NodeFacts | None, mode: str) -> list[str]:

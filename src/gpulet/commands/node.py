@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gpulet.errors import DriverNotFound, NodeError, NvmlError
-from gpulet.node import driver, nvml, platform, procfs
+from gpulet.injection import csv_files
+from gpulet.node import driver, nvml, platform, procfs, tegra
 from gpulet.node.driver import DriverFiles
 from gpulet.node.gpu import Gpu, NodeFacts
 from gpulet.node.platform import Platform
@@ -29,9 +30,10 @@ _LEVEL_MARKS = {
 
 
 def look(root: str, dev_root: str = "", source: str = "auto") -> tuple[NodeFacts, str]:
-    """(facts, why NVML could not be asked). source: "nvml", "procfs", or "auto": NVML, and procfs where it can't start.
+    """(facts, why NVML could not be asked). source: "nvml", "procfs", or "auto": NVML, and procfs where it can't start,
+    and a Tegra's own GPU where there is neither.
 
-    Raises NodeError where neither knows anything.
+    Raises NodeError where nobody knows anything.
     """
     if source == "procfs":
         return procfs.facts(root, dev_root), ""
@@ -43,12 +45,16 @@ def look(root: str, dev_root: str = "", source: str = "auto") -> tuple[NodeFacts
         try:
             return procfs.facts(root, dev_root), str(error)
         except NodeError:
+            if platform.detect(root).kind == "tegra":
+                return tegra.facts(root, dev_root), ""  # most of them have no NVML: nothing is wrong
             raise error from None
 
 
-def _files(root: str, version: str) -> tuple[DriverFiles | None, str]:
+def _files(root: str, facts: NodeFacts | None) -> tuple[DriverFiles | None, str]:
+    if facts is not None and facts.source == "tegra":
+        return None, ""  # its files have no common version; lists tell which they are
     try:
-        return driver.find(root, version=version), ""
+        return driver.find(root, version=facts.driver if facts else ""), ""
     except DriverNotFound as error:
         return None, str(error)
 
@@ -67,7 +73,7 @@ def command(
         raise typer.BadParameter(f"--source {source}: choose auto, nvml or procfs")
     facts, trouble = _try(driver_root, dev_root, source)
     kind = platform.detect(driver_root, gpu_names=[gpu.name for gpu in facts.gpus] if facts else [])
-    found, no_files = _files(driver_root, facts.driver if facts else "")
+    found, no_files = _files(driver_root, facts)
     if as_json:
         data: dict[str, Any] = {"root": driver_root, "platform": kind.to_data()}
         data["facts"] = facts.to_data() if facts else None
@@ -75,7 +81,7 @@ def command(
         data["trouble"] = [text for text in (trouble, no_files) if text]
         typer.echo(json.dumps(data))
     else:
-        _show(facts, kind, found, files, [text for text in (trouble, no_files) if text])
+        _show(driver_root, facts, kind, found, files, [text for text in (trouble, no_files) if text])
     if facts is None:
         raise typer.Exit(1)
 
@@ -89,12 +95,17 @@ def _try(root: str, dev_root: str, source: str) -> tuple[NodeFacts | None, str]:
 
 
 def _show(
-    facts: NodeFacts | None, kind: Platform, found: DriverFiles | None, files: bool, troubles: Sequence[str]
+    root: str,
+    facts: NodeFacts | None,
+    kind: Platform,
+    found: DriverFiles | None,
+    files: bool,
+    troubles: Sequence[str],
 ) -> None:
     console = Console()
     if console.width < _WIDTH:
         console = Console(width=_WIDTH)  # rows that the terminal breaks are easier to read than squeezed columns
-    _show_head(console, facts, kind, found)
+    _show_head(console, root, facts, kind, found)
     if facts:
         _show_gpus(console, facts)
         _show_links(console, facts)
@@ -104,13 +115,17 @@ def _show(
         _show_files(console, found)
 
 
-def _show_head(console: Console, facts: NodeFacts | None, kind: Platform, files: DriverFiles | None) -> None:
+def _show_head(console: Console, root: str, facts: NodeFacts | None, kind: Platform, files: DriverFiles | None) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     table.add_row("platform", f"[bold]{kind.kind}[/]")
     table.add_row("evidence", "\n".join(kind.evidence))
-    if facts:
+    if facts and facts.source == "tegra":
+        table.add_row("Linux for Tegra", facts.driver or "unknown")
+        rows = csv_files.read(root)
+        table.add_row("files", f"{len(rows)} listed in {csv_files.FOLDER}")
+    elif facts:
         versions = f"{facts.driver or 'unknown'}, CUDA {facts.cuda or 'unknown'}"
         table.add_row("driver", versions + (f", NVML {facts.nvml}" if facts.nvml else ""))
         table.add_row("asked", facts.source)
@@ -134,7 +149,8 @@ def _show_gpus(console: Console, facts: NodeFacts) -> None:
     for gpu in facts.gpus:
         memory = f"{gpu.memory / 2**30:.0f} GiB" if gpu.memory else ""
         numa = str(gpu.numa) if gpu.numa >= 0 else "?"
-        row = (str(gpu.index), str(gpu.minor), gpu.uuid, gpu.bus_id, gpu.name, memory, gpu.arch, numa, _mig(gpu))
+        minor = str(gpu.minor) if gpu.minor >= 0 else ""
+        row = (str(gpu.index), minor, gpu.uuid, gpu.bus_id, gpu.name, memory, gpu.arch, numa, _mig(gpu))
         table.add_row(*row)
         for mig in gpu.mig:
             slot = f"{mig.gpu}:{mig.slot if mig.slot >= 0 else '?'}"

@@ -1,10 +1,12 @@
 """What goes into a container: the one place that decides it. Facts, driver files and a request make an Injection.
 
-Pure: everything that has to be looked up on the node is in the facts and the driver's files. Loaded by the programs
-in launch/.
+Everything that has to be looked up on the node is in the facts and the driver's files, but for the two files that
+`gated` looks for. Loaded by the programs in launch/.
 """
 
 from __future__ import annotations
+
+import os
 
 from gpulet.errors import UnknownDevice
 from gpulet.injection.capabilities import Capabilities
@@ -171,7 +173,9 @@ def imex(facts: NodeFacts, channels: Iterable[str], *, dev_root: str = "") -> In
 
 
 def gated(facts: NodeFacts, names: Iterable[str], *, root: str = "/", dev_root: str = "") -> Injection:
-    """Devices that a container must ask for by name (see GATED). Those absent from the node give nothing."""
+    """Devices that a container must ask for by name (see GATED), and the files that go with them. What is absent from
+    the node gives nothing: a mount without a source would keep the container from starting.
+    """
     nodes = Nodes(facts, dev_root)
     found: list[DeviceNode] = []
     mounts: list[Mount] = []
@@ -179,8 +183,8 @@ def gated(facts: NodeFacts, names: Iterable[str], *, root: str = "/", dev_root: 
         beginnings, paths = GATED[name]
         these = list(nodes.starting(beginnings, f"asked for as {name}"))
         found.extend(these)
-        if these:
-            mounts.extend(Mount(below(root, path), path, _FILE_OPTIONS, why=f"goes with {name}") for path in paths)
+        there = (path for path in paths if these and os.path.exists(below(root, path)))
+        mounts.extend(Mount(below(root, path), path, _FILE_OPTIONS, why=f"goes with {name}") for path in there)
     return Injection(tuple(found), tuple(mounts), gids=gids_of(found))
 
 

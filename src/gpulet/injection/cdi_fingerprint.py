@@ -25,14 +25,16 @@ def mig_layout(facts: NodeFacts) -> str:
     return " ".join(f"{mig.gpu}:{mig.gi}/{mig.ci}" for gpu in facts.gpus for mig in gpu.mig)
 
 
-def fingerprint(facts: NodeFacts) -> dict[str, str]:
-    """Annotations for a spec: driver, boot, MIG layout, GPUs and the majors that a reboot may change."""
+def fingerprint(facts: NodeFacts, *, gpus: bool = True) -> dict[str, str]:
+    """Annotations for a spec: driver, boot, MIG layout, GPUs and the majors that a reboot may change. gpus: whether the
+    spec is for GPUs and holds driver files; for others the boot and the majors are told alone.
+    """
     majors = " ".join(f"{name}={number}" for name, number in facts.majors if number != 195)
     said = {
-        "driver": facts.driver,
+        "driver": facts.driver if gpus else "",
         "boot-id": (read_text(_BOOT_ID) or "").strip(),
-        "mig": mig_layout(facts),
-        "gpus": " ".join(gpu.uuid or gpu.bus_id for gpu in facts.gpus),
+        "mig": mig_layout(facts) if gpus else "",
+        "gpus": " ".join(gpu.uuid or gpu.bus_id or gpu.name for gpu in facts.gpus) if gpus else "",
         "majors": majors,
     }
     return {PREFIX + name: value for name, value in said.items() if value}
@@ -41,7 +43,7 @@ def fingerprint(facts: NodeFacts) -> dict[str, str]:
 def _stamp(spec: Mapping[str, Any], facts: NodeFacts) -> Iterator[str]:
     """Differences between the spec's stamp and the node. The boot id alone is no reason: majors may be the same."""
     made = spec.get("annotations") or {}
-    if not any(name.startswith(PREFIX) for name in made):
+    if PREFIX + "gpus" not in made:
         return
     now = fingerprint(facts)
     for name in ("driver", "mig", "gpus"):

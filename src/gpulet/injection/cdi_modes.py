@@ -15,14 +15,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from gpulet.node.driver import DriverFiles
+    from gpulet.node.driver import DriverFile, DriverFiles
 
 VOID = {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}
 _NOT_GPUS = ("nvidia-fs", "nvidia-nvswitch", "nvidia-nvlink")  # nodes of other drivers that share the prefix
 
 
 def gated_spec(
-    facts: NodeFacts, name: str, *, vendor: str = "nvidia.com", cls: str = "", root: str = "/", host_dev_root: str = ""
+    facts: NodeFacts,
+    name: str,
+    *,
+    vendor: str = "nvidia.com",
+    cls: str = "",
+    root: str = "/",
+    host_dev_root: str = "",
+    paths: HostPaths | None = None,
+    annotations: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The spec of "gds", "mofed", "gdrcopy" or "nvswitch": one device "all". Raises CdiError where there is none."""
     injection = build.gated(facts, (name,), root=root)
@@ -32,8 +40,8 @@ def gated_spec(
             seen="no node " + " or ".join(build.GATED[name][0]),
             remedy="load its kernel module first",
         )
-    paths = HostPaths(dev_root=facts.dev_root, host_dev_root=host_dev_root)
-    return assemble(f"{vendor}/{cls or name}", {"all": edits_of(injection, "", paths)}, VOID, {})
+    paths = paths or HostPaths(dev_root=facts.dev_root, host_dev_root=host_dev_root)
+    return assemble(f"{vendor}/{cls or name}", {"all": edits_of(injection, "", paths)}, VOID, annotations or {})
 
 
 def wsl_spec(
@@ -44,14 +52,14 @@ def wsl_spec(
     cls: str = "gpu",
     hook_path: str = "/usr/bin/gpulet-cdi-hook",
     annotations: Mapping[str, str] | None = None,
+    paths: HostPaths | None = None,
 ) -> dict[str, Any]:
-    """The spec of a node under Windows: one device "all", since one node leads to every GPU."""
+    """The spec of a node under Windows: one device "all", since one node leads to every GPU. paths: see HostPaths."""
     shared = build.common(facts, files, mps=False)
     if not shared.devices:
         raise CdiError("no /dev/dxg", seen=below(facts.dev_root, "/dev"), remedy="update WSL: wsl --update")
     # Nothing in /proc/driver/nvidia to freeze, and no forward compatibility: Windows' driver serves CUDA.
     work = shared.rootfs.replace(freeze_device_nodes=False, host_driver="")
-    paths = HostPaths()
     common = edits_of(shared.replace(devices=(), rootfs=work), hook_path, paths)
     every = edits_of(Injection(shared.devices), "", paths)
     return assemble(f"{vendor}/{cls}", {"all": every}, common, annotations or {})
@@ -65,8 +73,11 @@ def management_spec(
     cls: str = "gpu",
     hook_path: str = "/usr/bin/gpulet-cdi-hook",
     annotations: Mapping[str, str] | None = None,
+    paths: HostPaths | None = None,
 ) -> dict[str, Any]:
-    """The spec for containers that manage the driver itself: every NVIDIA node, and no hook against making more."""
+    """The spec for containers that manage the driver itself: every NVIDIA node, no hook against making more, and
+    nothing that only serves to draw. paths: see HostPaths.
+    """
     nodes = [
         DeviceNode(node.path, node.host_path, node.major, node.minor, mode=node.mode, uid=node.uid, gid=node.gid)
         for node in facts.nodes
@@ -78,7 +89,18 @@ def management_spec(
         nodes.append(DeviceNode(path, below(facts.dev_root, path), major, number))
     if not nodes:
         raise CdiError("no NVIDIA device nodes", seen=below(facts.dev_root, "/dev"), remedy="run: nvidia-modprobe -u")
-    shared = build.common(facts, files, mps=False)
+    managing = files.replace(files=tuple(file for file in files.files if not _only_draws(file)))
+    shared = build.common(facts, managing, mps=False)
     work = shared.rootfs.replace(freeze_device_nodes=False)
-    common = edits_of(shared.replace(devices=(), gids=(), rootfs=work), hook_path)
-    return assemble(f"{vendor}/{cls}", {"all": edits_of(Injection(tuple(nodes)), "")}, common, annotations or {})
+    common = edits_of(shared.replace(devices=(), gids=(), rootfs=work), hook_path, paths)
+    every = edits_of(Injection(tuple(nodes)), "", paths)
+    return assemble(f"{vendor}/{cls}", {"all": every}, common, annotations or {})
+
+
+def _only_draws(file: DriverFile) -> bool:
+    """Configuration for graphics, X.Org's modules, EGL platforms, and the second word size that games want. The other
+    graphics libraries are told apart by nobody: they have the driver's own version.
+    """
+    name = file.path.rpartition("/")[2]
+    platform = name.startswith("libnvidia-egl-") or name == "nvidia-xconfig"
+    return platform or file.kind in ("config", "xorg", "library32")

@@ -120,7 +120,8 @@ NAMINGS: dict[str, Callable[[Gpu | MigDevice], str]] = {
 }
 
 
-def _names(device: Gpu | MigDevice, namings: Sequence[str]) -> Iterable[str]:
+def names_of(device: Gpu | MigDevice, namings: Sequence[str]) -> Iterable[str]:
+    """The names of a device, one for each naming that it has a name in. Raises CdiError for an unknown naming."""
     for naming in namings:
         if naming not in NAMINGS:
             raise CdiError("unknown naming of CDI devices", seen=naming, wanted="one of " + ", ".join(NAMINGS))
@@ -179,6 +180,7 @@ def make_spec(
     dev_root: str = "",
     host_root: str = "",
     host_dev_root: str = "",
+    paths: HostPaths | None = None,
     annotations: Mapping[str, str] | None = None,
     gids: bool = True,
     sockets: bool = True,
@@ -189,13 +191,13 @@ def make_spec(
     """The CDI spec of a node: each GPU and MIG device under the names wanted, and "all".
 
     names: of "index", "uuid", "type-index". host_root, host_dev_root: where files.root and the folder of the device
-    nodes are on the host, when they are mounted elsewhere for this program. gids: say additionalGids for nodes that
-    not everybody may open (needs 0.7.0). compat32: 32-bit libraries too. ids: which devices, as `select` takes them.
-    without: the peer's names of hooks whose work is not to be done, or "all". The MPS folder isn't in: a spec outlives
-    the daemon that makes it.
+    nodes are on the host, when they are mounted elsewhere for this program; paths says both. gids: say additionalGids
+    for nodes that not everybody may open (needs 0.7.0). compat32: 32-bit libraries too. ids: which devices, as `select`
+    takes them. without: the peer's names of hooks whose work is not to be done, or "all". The MPS folder isn't in: a
+    spec outlives the daemon that makes it.
     Raises CdiError where there is no device, UnknownDevice for an id that isn't there.
     """
-    paths = HostPaths(files.root, host_root, dev_root or facts.dev_root, host_dev_root)
+    paths = paths or HostPaths(files.root, host_root, dev_root or facts.dev_root, host_dev_root)
     if not compat32:
         files = files.replace(files=tuple(file for file in files.files if file.kind != "library32"))
 
@@ -217,7 +219,7 @@ def make_spec(
         beside.extend(injection.rootfs.links)  # for the common hook, so that a container has but one
         injection = injection.replace(rootfs=RootfsWork())
         each.append(injection)
-        for name in _names(device, names):
+        for name in names_of(device, names):
             found[name] = edits(injection)
     if all_device and each:
         found["all"] = edits(build.merge(each))
@@ -226,14 +228,20 @@ def make_spec(
 
 
 def channel_spec(
-    facts: NodeFacts, *, vendor: str = "nvidia.com", cls: str = "imex-channel", host_dev_root: str = ""
+    facts: NodeFacts,
+    *,
+    vendor: str = "nvidia.com",
+    cls: str = "imex-channel",
+    host_dev_root: str = "",
+    paths: HostPaths | None = None,
+    annotations: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The CDI spec of a node's IMEX channels: one device each, called by its number, and "all"."""
-    paths = HostPaths(dev_root=facts.dev_root, host_dev_root=host_dev_root)
+    paths = paths or HostPaths(dev_root=facts.dev_root, host_dev_root=host_dev_root)
     found = {str(number): edits_of(build.imex(facts, (str(number),)), "", paths) for number in facts.imex}
     if found:
         found["all"] = edits_of(build.imex(facts, ("all",)), "", paths)
-    return assemble(f"{vendor}/{cls}", found, {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}, {})
+    return assemble(f"{vendor}/{cls}", found, {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}, annotations or {})
 
 
 # -- files --

@@ -10,10 +10,15 @@ import glob
 import os
 
 from gpulet.errors import CdiError
-from gpulet.injection.cdi_spec import assemble, edits_of
+from gpulet.injection import build
+from gpulet.injection.cdi_spec import HostPaths, assemble, edits_of, names_of
 from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork, SymLink
+from gpulet.injection.select import Selection
 from gpulet.node import devices
+from gpulet.node.driver_files import DriverFiles
+from gpulet.node.gpu import Gpu, NodeFacts
 from gpulet.node.paths import below, resolve
+from gpulet.node.platform import is_integrated
 from gpulet.node.procfs import read_text
 
 TYPE_CHECKING = False
@@ -61,6 +66,15 @@ def _chain(root: str, path: str) -> Iterator[tuple[str, str]]:
         path = os.path.normpath(text if text.startswith("/") else f"{os.path.dirname(path)}/{text}")
 
 
+def _beside(root: str, library: str) -> Iterator[tuple[str, str]]:
+    """(text, path) of the links in a library's folder by which programs and linkers find it: lib.so.4, lib.so."""
+    folder, _, name = library.rpartition("/")
+    for link in sorted(glob.glob(below(root, f"{folder}/{glob.escape(name.partition('.so')[0])}.so*"))):
+        path = link[len(root.rstrip("/")) :]
+        if os.path.islink(link) and resolve(root, path) == library:
+            yield os.readlink(link), path
+
+
 def _ignored(path: str, patterns: Iterable[str]) -> bool:
     """ "**/name" fits the last part, anything else the whole path."""
     name = path.rpartition("/")[2]
@@ -105,6 +119,8 @@ def injection(
             mounts[real] = Mount(below(root, real), real, kind="library" if library else "other", why=why)
             if kind != "dir":
                 links |= {at: SymLink(text, at, why) for text, at in _chain(root, path)}
+            if kind == "lib":
+                links |= {at: SymLink(text, at, why) for text, at in _beside(root, real)}
     if os.path.isfile(below(root, RELEASE)):
         mounts[RELEASE] = Mount(below(root, RELEASE), RELEASE, why="tells programs that this is a Tegra")
     folders = dict.fromkeys(path.rpartition("/")[0] for path, mount in mounts.items() if mount.kind == "library")
@@ -112,17 +128,55 @@ def injection(
     return Injection(tuple(nodes.values()), tuple(mounts.values()), rootfs=work)
 
 
+# -- the CDI spec --
+
+
+def _own(gpu: Gpu) -> bool:
+    """Whether a GPU is the Tegra's own. Thor's says that it is a PCI device, at 01:00."""
+    return (not gpu.bus_id and is_integrated(gpu.name)) or gpu.bus_id.startswith("00000000:01:00.")
+
+
+def divide(found: Injection, facts: NodeFacts) -> dict[Gpu, tuple[DeviceNode, ...]]:
+    """The device nodes of a Tegra's own GPU (index 0) and of a PCI GPU beside it (index 1): the listed ones, and what a
+    PCI GPU has anywhere. Empty for any other layout: then all nodes belong to the one device.
+    """
+    if len(facts.gpus) != 2 or not _own(facts.gpus[0]) or _own(facts.gpus[1]):
+        return {}
+    own, card = facts.gpus
+    second = build.device(facts, Selection((card,))).devices
+    control = build.common(facts, DriverFiles("", "")).devices
+    # Beside a card the driver calls the Tegra's own GPU nvidia2; nvidia1, which the lists have for it, is the card.
+    third = (DeviceNode(n.path, n.host_path, n.major, n.minor, mode=n.mode, gid=n.gid) for n in facts.nodes
+             if n.path == "/dev/nvidia2")  # fmt: skip
+    first = {node.path: node for node in (*found.devices, *third) if node.path != "/dev/nvidia1"}
+    taken = {node.path for node in (*second, *control)}
+    rest = (n for n in found.devices if n.path not in taken and not n.path.removeprefix("/dev/nvidia").isdigit())
+    return {own: tuple(first.values()), card: (*second, *control, *rest)}
+
+
 def spec(
     found: Injection,
+    facts: NodeFacts | None = None,
     *,
     vendor: str = "nvidia.com",
     cls: str = "gpu",
+    names: Sequence[str] = ("index",),
     hook_path: str = "/usr/bin/gpulet-cdi-hook",
     annotations: Mapping[str, str] | None = None,
+    all_device: bool = True,
+    paths: HostPaths | None = None,
 ) -> dict[str, Any]:
-    """The CDI spec: the nodes as device "0" and as "all", everything else in common. Raises CdiError without nodes."""
+    """The CDI spec: the listed nodes as device "0" and as "all", everything else in common. facts: from NVML, where it
+    is to be looked whether there is a PCI GPU too (see `divide`); then `names` are given as by make_spec. paths: see
+    HostPaths. Raises CdiError without nodes.
+    """
     if not found.devices:
         raise CdiError("the lists name no device node that is there", seen=f"*.csv in {FOLDER}")
-    common = edits_of(found.replace(devices=(), env=(("NVIDIA_VISIBLE_DEVICES", "void"),)), hook_path)
-    every = edits_of(Injection(found.devices), "")
-    return assemble(f"{vendor}/{cls}", {"0": every, "all": every}, common, annotations or {})
+    common = edits_of(found.replace(devices=(), env=(("NVIDIA_VISIBLE_DEVICES", "void"),)), hook_path, paths)
+    divided = divide(found, facts) if facts else {}
+    parts = {name: Injection(nodes) for gpu, nodes in divided.items() for name in names_of(gpu, names)}
+    parts = parts or {"0": Injection(found.devices)}
+    if all_device:
+        parts["all"] = build.merge([Injection(nodes) for nodes in divided.values()] or [Injection(found.devices)])
+    devices = {name: edits_of(part, "", paths) for name, part in parts.items()}
+    return assemble(f"{vendor}/{cls}", devices, common, annotations or {})

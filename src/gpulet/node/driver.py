@@ -18,7 +18,7 @@ from gpulet.node.procfs import driver_version, read_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 __all__ = ["DriverFile", "DriverFiles", "Missing", "cached_folders", "find", "library_folders"]
 
@@ -184,6 +184,16 @@ class _Search:
                 if stem in table.OWN_VERSION and stem not in present and not names[name]:
                     yield self._library(folder, name, stem, "library", self._links(folder, names).get(name, {}))
 
+    def neutral(self, folders: Sequence[str]) -> Iterator[DriverFile]:
+        """The libraries that applications link with instead of a vendor's, of any version."""
+        for folder in folders:
+            names = self.names(folder)
+            links = self._links(folder, names)
+            for name in sorted(names):
+                stem = name.partition(".so")[0]
+                if stem in table.NEUTRAL_LIBRARIES and not names[name]:
+                    yield self._library(folder, name, stem, "library", links.get(name, {}))
+
     # -- everything else --
 
     def first(self, candidates: Sequence[str]) -> str:
@@ -217,10 +227,15 @@ class _Search:
             if path:
                 yield DriverFile(path, below(self.root, path), "socket", capability)
 
-    def configuration(self) -> Iterator[DriverFile]:
+    def configuration(self, elsewhere: Sequence[str]) -> Iterator[DriverFile]:
+        """elsewhere: folders of the host to search instead of the root's."""
         for target, capability in table.CONFIGURATION.items():
             base = "/etc" if target.startswith("/etc/") else "/usr/share"
             name = target[len(base) :]
+            if elsewhere:
+                found = (f"{folder}{name}" for folder in elsewhere if os.path.exists(f"{folder}{name}"))
+                yield from (DriverFile(target, path, "config", capability) for path in [*found][:1])
+                continue
             places = [folder + name for folder in table.CONFIGURATION_FOLDERS]
             if name.startswith("/vulkan/"):
                 places.append(name)  # Container-Optimized OS keeps them right below its driver folder
@@ -280,12 +295,21 @@ def _missing(files: Sequence[DriverFile], looked: Sequence[str]) -> Iterator[Mis
 
 
 def find(
-    root: str = "/", *, version: str = "", ldcache: str = "", search: Sequence[str] = (), drop: Sequence[str] = ()
+    root: str = "/",
+    *,
+    version: str = "",
+    ldcache: str = "",
+    search: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    neutral: bool = False,
+    config_search: Sequence[str] = (),
 ) -> DriverFiles:
     """The driver's files beneath `root`.
 
     version: of the running driver; "" asks the kernel module, then the libraries' own names. ldcache: a loader cache
     to use instead of the root's. search: more library folders, looked at last. drop: kinds not to look for.
+    neutral: also the libraries that applications link with instead of a vendor's (driver_table.NEUTRAL_LIBRARIES).
+    config_search: folders of the host to look for configuration in, instead of the root's.
     Raises DriverNotFound, naming every folder, where there is no driver library.
     """
     root = root or "/"
@@ -305,17 +329,22 @@ def find(
             wanted="libcuda or libnvidia-ml in one of " + " ".join(dict.fromkeys(look.wanted)),
             remedy="reboot or reload the kernel module" if on_disk else "install the driver, or set the driver root",
         )
-    folders32 = [f for f in look.folders(_folders32(), version, 32) if f not in folders]
+    narrow = () if "library32" in drop else look.folders(_folders32(), version, 32)
+    folders32 = [folder for folder in narrow if folder not in folders]
     own = list(look.libraries(folders, version, "library"))
+    others: dict[str, Callable[[], Iterator[DriverFile]]] = {
+        "library32": lambda: look.libraries(folders32, version, "library32"),
+        "binary": look.binaries,
+        "firmware": lambda: look.firmware(version),
+        "socket": look.sockets,
+        "config": lambda: look.configuration(config_search),
+        "xorg": lambda: look.xorg(folders, version),
+    }
     files = [
         *own,
         *look.of_own_version([f for f in look.wanted if f not in folders], {_name(file) for file in own}),
-        *look.libraries(folders32, version, "library32"),
-        *look.binaries(),
-        *look.firmware(version),
-        *look.sockets(),
-        *look.configuration(),
-        *look.xorg(folders, version),
+        *(look.neutral(folders) if neutral else ()),
+        *(file for kind, search_for in others.items() if kind not in drop for file in search_for()),
     ]
     kept = tuple(file for file in dict.fromkeys(files) if file.kind not in drop)
     return DriverFiles(root, version, kept, tuple(_missing(kept, folders)), tuple(folders))

@@ -66,6 +66,20 @@ OWN_VERSION = (
     "libnvidia-nvvm70",
 )
 
+# What applications link with instead of a vendor's library (GLVND, the OpenCL loader, NVAPI). Images that draw bring
+# their own as a rule.
+NEUTRAL_LIBRARIES = (
+    "libEGL",
+    "libGL",
+    "libGLESv1_CM",
+    "libGLESv2",
+    "libGLX",
+    "libGLdispatch",
+    "libOpenCL",
+    "libOpenGL",
+    "libnvidia-api",
+)
+
 # Libraries whose soname is their file name: no link leads to them, and none is needed.
 SONAME_IS_FILE_NAME = (
     "libnvidia-eglcore",

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 WSL_FOLDER = "/usr/lib/wsl/lib"
-_INTEGRATED = ("(nvgpu)", "NVIDIA Thor")  # in the names of GPUs that are part of a Tegra
+_INTEGRATED = ("(nvgpu)", "NVIDIA Thor")  # in the names that NVML has for GPUs that are part of a Tegra
+
+
+def is_integrated(name: str) -> bool:
+    """Whether NVML's name for a GPU is that of a Tegra's own."""
+    return any(mark in name for mark in _INTEGRATED)
 
 
 class Platform(Value):
@@ -65,7 +70,7 @@ def detect(root: str = "/", *, gpu_names: Sequence[str] = ()) -> Platform:
     """
     root = root or "/"
     wsl, tegra, nvml = _wsl_signs(root), _tegra_signs(root), _has_nvml(root, library_folders(root))
-    integrated = [name for name in gpu_names if any(mark in name for mark in _INTEGRATED)]
+    integrated = [name for name in gpu_names if is_integrated(name)]
     bound = list(pci_gpus(sys_root(root)))
     vfio = tuple(address for address, driver in bound if driver == "vfio-pci")
     signs = [f"PCI {address} is an NVIDIA GPU, bound to {driver or 'no driver'}" for address, driver in bound]
