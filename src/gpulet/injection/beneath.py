@@ -195,7 +195,15 @@ class Root:
         if _link_text(parent, name) == target or (before == "file" and not replace_file):
             return False
         restore = self._restorer(parent, name, before)
-        self._swap_in(parent, name, path, lambda aside: self._make_link(parent, aside, target))
+        try:
+            if not before:
+                self._make_link(parent, name, target)
+        except FileExistsError:
+            before = "link"
+        except OSError as error:
+            raise failed("write", path, error) from error
+        if before:
+            self._swap_in(parent, name, path, lambda aside: self._make_link(parent, aside, target))
         self.record(f"link {path} -> {target}", restore)
         return True
 

@@ -10,11 +10,9 @@ import os
 import stat
 
 from gpulet import linux
-from gpulet.injection import compat
 from gpulet.injection.beneath import Root, failed
 from gpulet.injection.model import Mount, RootfsWork
 from gpulet.node import ldcache
-from gpulet.node.elf import Elf, Malformed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,13 +61,22 @@ def carry_out(
         root.symlink(link.target, link.path)
     weighed = bool(work.host_driver or work.host_cuda)
     if weighed:
-        first = compat.choose(root, work.compat_folder, work.host_driver, work.host_cuda).folder
+        first = _compat_folder(root, work)
     else:  # where each step is a hook of its own, an earlier one has decided
         first = (root.read(COMPAT) or b"").decode("utf-8", "surrogateescape").strip()
     if work.folders or (weighed and (first or root.exists(COMPAT))):
         _update_loader(root, work.folders, first, libraries, ldconfig)
     if work.profile_minors:
         write_profile(root, work.profile_minors)
+
+
+def _compat_folder(root: Root, work: RootfsWork) -> str:
+    """The image's folder with forward-compatibility libraries where they shall come first, "" else."""
+    if not root.exists(work.compat_folder):
+        return ""
+    from gpulet.injection import compat  # most images have no such folder, and loading this takes time
+
+    return compat.choose(root, work.compat_folder, work.host_driver, work.host_cuda).folder
 
 
 # -- the dynamic loader
@@ -122,13 +129,16 @@ def cache_without_links(root: Root, work: RootfsWork, libraries: Sequence[Librar
         folder, _, name = path.rpartition("/")
         if end in files and folder in work.folders:
             entries.setdefault((name, files[end].flags), end)
-    first = compat.choose(root, work.compat_folder, work.host_driver, work.host_cuda).folder
-    above = [ldcache.Entry(i.soname, f"{i.folder}/{i.name}", i.flags) for i in (_lying_in(root, first) if first else ())]
-    return _merged(root, above + [ldcache.Entry(name, path, flags) for (name, flags), path in entries.items()])
+    first = _compat_folder(root, work)
+    above = _lying_in(root, first) if first else ()
+    found = [ldcache.Entry(item.soname, f"{item.folder}/{item.name}", item.flags) for item in above]
+    return _merged(root, found + [ldcache.Entry(name, path, flags) for (name, flags), path in entries.items()])
 
 
 def libraries_of(mounts: Iterable[Mount]) -> list[Library]:
     """The libraries among mounts, read where their sources are: in the host. Raises StepFailed."""
+    from gpulet.node.elf import Elf, Malformed
+
     found = []
     for mount in mounts:
         if mount.kind not in ("library", "library32"):
@@ -164,6 +174,8 @@ def _mounted_in(root: Root, folder: str) -> set[str]:
 
 def _lying_in(root: Root, folder: str) -> Iterator[Library]:
     """What ldconfig would take from a folder: of the files with one soname, the one with the highest name."""
+    from gpulet.node.elf import Elf, Malformed
+
     best: dict[tuple[str, int], str] = {}
     mounted = _mounted_in(root, folder)
     for name in root.names(folder)[:MOST_LIBRARIES]:

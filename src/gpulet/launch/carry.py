@@ -45,7 +45,8 @@ def carry_out(bundle: Bundle, plan: Plan, settings: Settings) -> Plan:
 def _libraries(plan: Plan) -> tuple[list[rootfs.Library], dict[str, tuple[str, int]]]:
     """The libraries for the loader's cache, and all that is known of each: remembered, or read from the host's file."""
     known = plan.memory.sonames if plan.memory else {}
-    read = rootfs.libraries_of([mount for mount in plan.mounts if mount.path not in known])
+    unknown = [mount for mount in plan.mounts if mount.path not in known]
+    read = rootfs.libraries_of(unknown) if unknown else []
     sonames = dict(known)
     for item in read:
         sonames[f"{item.folder}/{item.name}"] = (item.soname, item.flags)

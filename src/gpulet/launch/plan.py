@@ -17,9 +17,9 @@ import os
 from gpulet.errors import EngineError
 from gpulet.injection import oci
 from gpulet.injection.model import Hook, Injection, Mount, RootfsWork
-from gpulet.launch import legacy, programs
+from gpulet.launch import programs
 from gpulet.launch.memory import Memory
-from gpulet.request import bundle, cuda, policy
+from gpulet.request import bundle, policy
 from gpulet.request.decide import Decision, decide, needs_ledger
 from gpulet.settings import CUDA_VISIBLE_DEVICES, Settings
 
@@ -64,7 +64,11 @@ class Bundle:
         self.path = path
         self.config = bundle.read_config(path)
         container = bundle.Container.from_config(self.config, os.path.dirname(path))
-        self.container = legacy.original(self.config, container)
+        if _prestart(self.config):
+            from gpulet.launch import legacy
+
+            container = legacy.original(self.config, container)
+        self.container = container
         asks_kubelet = needs_ledger(self.container, settings)
         ledger = policy.read_ledger(settings.policy_checkpoint) if asks_kubelet else None
         self.decision = decide(self.container, settings, ledger)
@@ -87,6 +91,8 @@ def make(
 
 
 def _by_prestart_hook(config: dict[str, Any], container: Container, request: Request, settings: Settings) -> Plan:
+    from gpulet.launch import legacy
+
     if not request or legacy.has_hook(config):
         return Plan(config, Injection(), RootfsWork())
     extra = legacy.beyond_the_cli(request, settings)
@@ -102,8 +108,11 @@ def _direct(config: dict[str, Any], container: Container, decision: Decision, se
     if request:
         injection, memory, looked = _answer(decision, container, settings)
         config = oci.apply(config, injection)
-        if cuda.speaks_cuda(settings, container):
-            config = oci.put_env(config, CUDA_VISIBLE_DEVICES, cuda.cuda_value(request))
+        if CUDA_VISIBLE_DEVICES in settings.visible_devices_envvars:
+            from gpulet.request import cuda
+
+            if cuda.speaks_cuda(settings, container):
+                config = oci.put_env(config, CUDA_VISIBLE_DEVICES, cuda.cuda_value(request))
     config, work = _take_over(config, injection.rootfs)
     plan = Plan(config, injection, work, _libraries(config, injection, work))
     plan.memory, plan.looked = memory, looked
@@ -142,11 +151,13 @@ def covered(config: dict[str, Any], work: RootfsWork) -> str:
     places = [link.path for link in work.links] + [f"{folder}/soname" for folder in work.folders]
     places += ["/etc/ld.so.cache", "/etc/ld.so.conf.d/conf"] if work.folders or work.host_driver else []
     places += ["/etc/nvidia/profile"] if work.profile_minors else []
-    for entry in config.get("mounts") or ():
-        folder = os.path.normpath(entry.get("destination") or "/")
-        if any(place == folder or place.startswith(folder + "/") for place in places):
-            return folder
-    return ""
+    hidden_by: set[str] = set()  # each place and every folder above it
+    for place in places:
+        while place and place not in hidden_by:
+            hidden_by.add(place)
+            place = place.rpartition("/")[0]
+    destinations = (os.path.normpath(entry.get("destination") or "/") for entry in config.get("mounts") or ())
+    return next((folder for folder in destinations if folder in hidden_by), "")
 
 
 def by_hook(plan: Plan) -> Plan:
@@ -174,7 +185,11 @@ def _take_over(config: dict[str, Any], work: RootfsWork) -> tuple[dict[str, Any]
         return config, work
     from gpulet.injection import cdi_hooks
 
-    hooks = {**config["hooks"], "prestart": [hook for hook in legacy.prestart(config) if not legacy.is_ours(hook)]}
+    hooks = config["hooks"]
+    if _prestart(config):
+        from gpulet.launch import legacy
+
+        hooks = {**hooks, "prestart": [hook for hook in _prestart(config) if not legacy.is_ours(hook)]}
     names = [str(node.get("path")) for node in (config.get("linux") or {}).get("devices") or ()]
     minors = [int(name[11:]) for name in names if name.startswith("/dev/nvidia") and name[11:].isdigit()]
     taken, remaining = cdi_hooks.take_over(hooks, minors=minors, nodes=names)
@@ -204,6 +219,10 @@ def _freeze(plan: Plan, container: Container, folder: str) -> None:
     plan.work = plan.work.replace(freeze_device_nodes=False)
     for hook in hooks:
         plan.config = oci.add_hook(plan.config, hook)
+
+
+def _prestart(config: dict[str, Any]) -> list[dict[str, Any]]:
+    return (config.get("hooks") or {}).get("prestart") or []
 
 
 def _libraries(config: dict[str, Any], injection: Injection, work: RootfsWork) -> tuple[Mount, ...]:
