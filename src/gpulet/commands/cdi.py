@@ -13,6 +13,7 @@ from gpulet.commands.cdi_write import ROOT, generate, say
 from gpulet.commands.node import look
 from gpulet.errors import CdiError, GpuletError, NodeError
 from gpulet.injection import cdi, cdi_fingerprint, cdi_rules, cdi_targets, cdi_transform
+from gpulet.injection.build import GATED
 from gpulet.injection.cdi_registry import DEFAULT_FOLDERS, Registry, parse, read_spec
 from gpulet.node.gpu import NodeFacts
 
@@ -92,26 +93,51 @@ def verify(
         facts = None
         say(f"paths and numbers are checked alone: {error}")
     results: dict[str, list[str]] = {}
+    remedies: dict[str, str] = {}
     for path in _files(paths, folders):
         try:
-            results[path] = cdi_fingerprint.problems(read_spec(path), facts)
+            spec = read_spec(path)
+            results[path] = cdi_fingerprint.problems(spec, facts)
+            remedies[path] = _mend(path, spec["kind"], driver_root)
         except CdiError as error:
             results[path] = [str(error)]
-    _report(results, as_json, good="fits this node", wrong="stale", remedy="gpulet cdi generate --output {path}")
+    _report(results, as_json, good="fits this node", wrong="stale", remedies=remedies)
 
 
-def _report(results: dict[str, list[str]], as_json: bool, *, good: str, wrong: str, remedy: str = "") -> None:
+def _mend(path: str, kind: str, root: str) -> str:
+    """The command that writes a spec of this kind anew."""
+    vendor, cls = cdi_rules.split_kind(kind)
+    mode = {"imex-channel": "imex"}.get(cls, cls if cls in GATED else "")
+    mode = "management" if vendor.startswith("management.") else mode
+    words = [f"--mode {mode}"] if mode else []
+    words += [f"--driver-root {root}"] if root not in ("", "/") else []
+    words += [] if vendor in ("nvidia.com", "management.nvidia.com") else [f"--vendor {vendor}"]
+    words += [] if mode or cls == "gpu" else [f"--class {cls}"]
+    return " ".join(["gpulet cdi generate", *words, f"--output {path}"])
+
+
+def _report(
+    results: dict[str, list[str]], as_json: bool, *, good: str, wrong: str, remedies: dict[str, str] | None = None
+) -> None:
     bad = any(results.values())
     if as_json:
-        files = [{"file": path, "ok": not found, "problems": found} for path, found in results.items()]
+        files = [
+            {
+                "file": path,
+                "ok": not found,
+                "problems": found,
+                "remedy": (remedies or {}).get(path, "") if found else "",
+            }
+            for path, found in results.items()
+        ]
         typer.echo(json.dumps({"ok": not bad, "files": files}))
     else:
         for path, found in results.items():
             typer.echo(f"{path}: {wrong if found else good}")
             for text in found:
                 typer.echo(f"  {text}")
-            if found and remedy:
-                typer.echo(f"  mend it with: {remedy.format(path=path)}")
+            if found and remedies and path in remedies:
+                typer.echo(f"  mend it with: {remedies[path]}")
         if not results:
             typer.echo("no spec files")
     if bad:

@@ -180,7 +180,8 @@ def _spec(mode: str, options: Options, facts: NodeFacts, stamp: dict[str, str]) 
 def _csv(options: Options) -> dict[str, Any]:
     rows = csv_files.read(options.root, options.csv_files)
     if not rows:
-        raise NodeError("no file lists of a Tegra", seen=f"*.csv in {csv_files.FOLDER} beneath {options.root}")
+        looked = " ".join(options.csv_files) or f"*.csv in {csv_files.FOLDER} beneath {options.root}"
+        raise NodeError("no file lists of a Tegra", seen=looked, wanted="lines such as 'dev, /dev/nvmap'")
     facts = _tegra(options)
     orin = any("Orin (nvgpu)" in gpu.name for gpu in facts.gpus)
     found = csv_files.injection(

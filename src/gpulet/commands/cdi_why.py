@@ -16,6 +16,8 @@ def explain(name: str, engine: str = "", folders: tuple[str, ...] = ()) -> dict[
 
     engine: "podman" or "podman=4.9"; folders: instead of those that the engine scans.
     """
+    if engine:
+        cdi_targets.known(engine)
     scanned = folders or (cdi_targets.folders(engine) if engine else DEFAULT_FOLDERS)
     registry = Registry(scanned)
     lines = [*_folders(scanned), *_files(registry)]

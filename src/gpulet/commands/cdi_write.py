@@ -10,6 +10,7 @@ import typer
 from gpulet.commands.cdi_generate import FLAGS, MODES, Options, coherence_specs, gaps, generate_spec
 from gpulet.errors import CdiError, UsageError
 from gpulet.injection import cdi
+from gpulet.injection.cdi_hooks import HOOKS
 from gpulet.injection.cdi_spec import NAMINGS
 
 ROOT = Annotated[str, typer.Option("--driver-root", envvar=["GPULET_DRIVER_ROOT", "NVIDIA_CTK_DRIVER_ROOT"])]
@@ -118,6 +119,9 @@ def generate(
     for flag in options.flags:
         if flag not in FLAGS:
             say(f"unknown feature flag {flag}, passed over; there are {', '.join(FLAGS)}")
+    for name in options.without:
+        if name not in (*HOOKS, "all"):
+            say(f"unknown hook {name}, passed over; there are {', '.join(HOOKS)}")
     spec, facts = generate_spec(options)
     missing = gaps(facts, options.mode)
     for text in missing:

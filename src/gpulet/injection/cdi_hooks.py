@@ -35,6 +35,7 @@ _COMMANDS = {
     "disable-device-node-modification": {},
     "update-application-profile": {},
 }
+HOOKS = tuple(name for name in _COMMANDS if name != "prepare")  # the peer's, each with a part of the work
 _EVERYWHERE = {"debug": False, "d": False, "quiet": False}
 
 

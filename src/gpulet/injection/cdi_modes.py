@@ -56,7 +56,7 @@ def wsl_spec(
 ) -> dict[str, Any]:
     """The spec of a node under Windows: one device "all", since one node leads to every GPU. paths: see HostPaths."""
     shared = build.common(facts, files, mps=False)
-    if not shared.devices:
+    if [node.path for node in shared.devices] != ["/dev/dxg"]:
         raise CdiError("no /dev/dxg", seen=below(facts.dev_root, "/dev"), remedy="update WSL: wsl --update")
     # Nothing in /proc/driver/nvidia to freeze, and no forward compatibility: Windows' driver serves CUDA.
     work = shared.rootfs.replace(freeze_device_nodes=False, host_driver="")

@@ -27,6 +27,9 @@ _DISPLAY_ONLY = "DGX Display"  # the GPU of a DGX Station that only drives its s
 # An engine gives a hook the container's environment where the hook has none of its own, and that is the image's.
 _HOOK_ENV = ["GPULET_HOOK=1"]
 
+NO_DEVICE = "none"
+_EMPTY = ("NVCT_EMPTY_DEVICE=",)  # a device must have some edit
+
 
 class HostPaths:
     """Where a path seen here is on the host: needed where this program runs in a container with the tree mounted."""
@@ -193,7 +196,7 @@ def make_spec(
     names: of "index", "uuid", "type-index". host_root, host_dev_root: where files.root and the folder of the device
     nodes are on the host, when they are mounted elsewhere for this program; paths says both. gids: say additionalGids
     for nodes that not everybody may open (needs 0.7.0). compat32: 32-bit libraries too. ids: which devices, as `select`
-    takes them. without: the peer's names of hooks whose work is not to be done, or "all". The MPS folder isn't in: a
+    takes them; ("none",) for the one device "none", which brings no GPU. without: the peer's names of hooks whose work is not to be done, or "all". The MPS folder isn't in: a
     spec outlives the daemon that makes it.
     Raises CdiError where there is no device, UnknownDevice for an id that isn't there.
     """
@@ -212,6 +215,8 @@ def make_spec(
     found: dict[str, dict[str, Any]] = {}
     each: list[Injection] = []
     wanted = select(facts, ids)
+    if tuple(ids) == (NO_DEVICE,):  # driver files and no GPU, for runtimes that ask for a device by that name
+        found[NO_DEVICE] = {"env": list(_EMPTY)}
     for device, selection in _devices(facts):
         if device not in wanted.gpus and device not in wanted.migs:
             continue

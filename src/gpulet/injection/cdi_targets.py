@@ -52,6 +52,12 @@ def folders(engine: str) -> tuple[str, ...]:
     return _BOTH[:1] if (_name(name), _numbers(version)) == _ONE_FOLDER else _BOTH
 
 
+def known(engine: str) -> None:
+    """Raises UsageError where there is no such engine; its version may be left out."""
+    if _name(engine.partition("=")[0]) not in ENGINES:
+        raise UsageError("unknown container engine", seen=engine, wanted="one of " + ", ".join(ENGINES))
+
+
 def _name(engine: str) -> str:
     return engine.lower().replace("cri-o", "crio")
 
