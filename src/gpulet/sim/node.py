@@ -72,8 +72,8 @@ def create(
         made = layouts.apply(made, line)
     if (folder / "node.yaml").exists():
         raise NodeError(f"{folder} holds a simulated node already", remedy="remove it, or choose another folder")
-    if (folder / "root").exists() and any((folder / "root").iterdir()):  # of all folders "/" must not be taken for one
-        raise NodeError(f"{folder / 'root'} isn't empty", wanted="a new folder", remedy="choose another folder")
+    if folder.is_dir() and any(folder.iterdir()):  # of all folders "/" must not be taken for one
+        raise NodeError(f"{folder} isn't empty", wanted="a new or an empty folder", remedy="choose another folder")
     devices.check_file_system(folder)
     tree.check_tools(made.platform)
     if not made.majors:
