@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from gpulet.launch import argp, cli_report, container_cli
 from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
 from support import cli_node
 from support.cli_node import BINARIES, CONTROL, FIRMWARE, LIBRARIES, SOCKETS, uuid
-from support.namespaced import mounts, namespaced
+from support.namespaced import mounts, namespaced, tree
 
 pytestmark = pytest.mark.root
 
@@ -94,6 +96,8 @@ FAILURES = {
     "list -d": f"nvidia-container-cli list: option requires an argument -- 'd'\n{TRY_LIST}",
     "list --device": f"nvidia-container-cli list: option '--device' requires an argument\n{TRY_LIST}",
     "list --ipcs=x": f"nvidia-container-cli list: option '--ipcs' doesn't allow an argument\n{TRY_LIST}",
+    "info extra": "nvidia-container-cli info: Too many arguments\n" + TRY_LIST.replace(" list ", " info "),
+    "info --bad": "nvidia-container-cli info: unrecognized option '--bad'\n" + TRY_LIST.replace(" list ", " info "),
     "list extra": f"nvidia-container-cli list: Too many arguments\n{TRY_LIST}",
     "bogus": USAGE,
     "": USAGE,
@@ -108,6 +112,8 @@ FAILURES = {
     "no such file or directory",
     "configure --imex-channel=abc /x": "nvidia-container-cli: error parsing IMEX info: "
     "unsupported IMEX channel value: abc",
+    "configure --loader-cache=x /x --pid=1": "nvidia-container-cli: input error: invalid loader-cache: x "
+    "(one of native, ldconfig)",
     "configure --imex-channel=1048576 /x": "nvidia-container-cli: error parsing IMEX info: "
     "unsupported IMEX channel value: 1048576",
     "-unobody:nosuchgroup list": "nvidia-container-cli: input error: parse user/group failed: "
@@ -145,6 +151,52 @@ def test_words_go_to_standard_output(cli, text: str) -> None:  # type: ignore[no
     code, out, err = cli(text)
     assert (code, err) == (0, "")
     assert out
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Such a tree with an NVML that answers."""
+    root = cli_node.lay(tmp_path_factory.mktemp("asked") / "root")
+    cli_node.lay_nvml(root)
+    return str(root)
+
+
+class TestInfoByNvml:
+    """To the byte what NVIDIA's program printed on such a tree."""
+
+    def test_text(self, cli, asked: str) -> None:  # type: ignore[no-untyped-def]
+        block = (
+            "\nDevice Index:   {0}\nDevice Minor:   {0}\nModel:          Mock NVIDIA A100-SXM4-40GB\n"
+            "Brand:          Nvidia\nGPU UUID:       {1}\nBus Location:   00000000:0{2}:00.0\nArchitecture:   8.0"
+        )
+        head = f"NVRM version:   {cli_node.VERSION}\nCUDA version:   12.4\n"
+        text = head + "\n".join(block.format(index, uuid(index), index + 1) for index in range(8))
+        assert cli("info", root=asked) == (0, tuple(text.split("\n")), "")
+
+    def test_csv(self, cli, asked: str) -> None:  # type: ignore[no-untyped-def]
+        rows = (f"{i},{i},Mock NVIDIA A100-SXM4-40GB,Nvidia,{uuid(i)},00000000:0{i + 1}:00.0,8.0" for i in range(8))
+        names = "Device Index,Device Minor,Model,Brand,GPU UUID,Bus Location,Architecture"
+        head = ("NVRM version,CUDA version", f"{cli_node.VERSION},12.4", "", names)
+        assert cli("info --csv", root=asked) == (0, (*head, *rows), "")
+
+    @pytest.mark.parametrize("name", ["0:0", "MIG-aaaaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee"])
+    def test_a_slice_that_isnt_there(self, cli, asked: str, name: str) -> None:  # type: ignore[no-untyped-def]
+        code, out, err = cli(f"list --device={name}", root=asked)
+        assert (code, out) == (1, ())
+        assert f"device error: {name}: unknown device" in err
+
+    def test_nodes_that_its_user_cant_open_are_no_reason_to_give_no_gpu(self, cli, asked: str) -> None:  # type: ignore[no-untyped-def]
+        nodes = [Path(asked, path[1:]) for path in GPUS]
+        for path in nodes:
+            path.chmod(0o600)
+        try:
+            code, out, err = cli("list --device=0:0", root=asked)
+            assert (code, out) == (1, ())
+            assert "NVML shows no GPU to user 65534, group 65534; correct --user" in err
+            assert "device error: 0:0" in cli("--user=0:0 list --device=0:0", root=asked)[2]
+        finally:
+            for path in nodes:
+                path.chmod(0o666)
 
 
 class TestInfo:
@@ -279,6 +331,58 @@ class TestConfigure:
             assert mounts(pid) == before
         assert code == 1
         assert err.startswith(f"nvidia-container-cli: requirement error: {message}")
+
+    def test_ldconfig_where_asked_for(self, cli, image: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+        program = self.program(tmp_path, 0)
+        log = tmp_path / "log"
+        options = f"--loader-cache=ldconfig --ldconfig=@{program}.real --utility --no-cgroups"  # C45: there is no .real
+        with namespaced(image) as pid:
+            assert cli(f"--debug={log} configure {options} --pid={pid} {image}")[::2] == (0, "")
+        assert (image / "etc/ld.so.cache").read_text() == "-f /etc/ld.so.conf -C /etc/ld.so.cache /usr/lib64 "
+        assert f"run {program}\n" in log.read_text()
+
+    def test_a_failing_ldconfig_takes_everything_back(self, cli, image: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+        program = self.program(tmp_path, 3)
+        (image / "etc/ld.so.cache").write_text("the image's")
+        before = tree(image)
+        with namespaced(image) as pid:
+            mounted = mounts(pid)
+            options = f"--loader-cache=ldconfig --ldconfig=@{program} --utility --no-cgroups"
+            code, _, err = cli(f"configure {options} --pid={pid} {image}")
+            assert mounts(pid) == mounted
+        name = f"nvidia-container-cli: ldcache error: process {program}"
+        assert (code, err) == (1, f"{name}: failed with error code 3 (no luck)")
+        assert tree(image) == before
+
+    @pytest.mark.parametrize("program", ["", "--ldconfig=/sbin/nope"])
+    def test_an_image_without_ldconfig_gets_its_cache_all_the_same(self, cli, image: Path, program: str) -> None:  # type: ignore[no-untyped-def]
+        with namespaced(image) as pid:
+            code, _, _ = cli(f"configure --loader-cache=ldconfig {program} --utility --no-cgroups --pid={pid} {image}")
+        assert code == 0
+        assert (image / "etc/ld.so.cache").exists()
+
+    def test_a_host_ldconfig_that_isnt_there(self, cli, image: Path) -> None:  # type: ignore[no-untyped-def]
+        with namespaced(image) as pid:
+            code, _, err = cli(f"configure --loader-cache=ldconfig --ldconfig=@/nope --pid={pid} {image}")
+        message = "ldcache error: open failed: /nope: no such file or directory"
+        assert (code, err) == (1, f"nvidia-container-cli: {message}")
+
+    @staticmethod
+    def program(folder: Path, code: int) -> Path:
+        """A host's ldconfig that writes its arguments where the cache should be, says something and ends."""
+        source, path = folder / "ldconfig.c", folder / "ldconfig"
+        source.write_text(
+            "#include <stdio.h>\n"
+            "int main(int argc, char **argv) {\n"
+            '    FILE *cache = fopen("/etc/ld.so.cache", "w");\n'
+            '    for (int i = 1; i < argc; i++) fprintf(cache, "%s ", argv[i]);\n'
+            f'    return fclose(cache), puts("no luck"), {code};\n'
+            "}\n"
+        )
+        if not shutil.which("cc"):
+            pytest.skip("no C compiler")
+        subprocess.run(["cc", "-static", "-o", str(path), str(source)], check=True)
+        return path
 
     def test_the_log_of_debug(self, cli, image: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
         log = tmp_path / "log"

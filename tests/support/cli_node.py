@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
+
+from gpulet.sim import description, tree
 
 VERSION = "550.163.01"
 FOLDER = "/usr/lib/x86_64-linux-gnu"
@@ -63,6 +66,19 @@ def lay(root: Path) -> Path:
         (folder / "information").write_text(
             f"Model: \t\t Mock A100\nGPU UUID: \t {uuid(index)}\nDevice Minor: \t {index}\nGPU Excluded:\t No\n"
         )
+    for node in (root / "dev").iterdir():
+        node.chmod(0o666)  # whatever the umask was: NVML is asked by nobody in particular
     (driver / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {VERSION}  Tue\n")
     (driver / "params").write_text("ModifyDeviceFiles: 1\n")
     return root
+
+
+def lay_nvml(root: Path) -> None:
+    """Puts a libnvidia-ml there that answers for the tree's GPUs."""
+    kind = description.load_profile("a100x8")
+    gpus = tuple(
+        replace(gpu, uuid=uuid(gpu.index), bus_id=f"00000000:0{gpu.index + 1}:00.0", name=f"Mock {gpu.name}")
+        for gpu in kind.gpus
+    )
+    (root / FOLDER[1:] / "libnvidia-ml.so.1").symlink_to(f"libnvidia-ml.so.{VERSION}")
+    tree.lay_nvml(root, replace(kind, driver=VERSION, gpus=gpus), root.parent / "control")

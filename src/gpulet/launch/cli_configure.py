@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from gpulet.node.gpu import NodeFacts
 
 MOST_REQUIREMENTS = 32
-COMPAT_MODES = ("mount", "ldconfig", "disabled")
-LOADER_CACHES = ("native", "ldconfig")
+# option -> its values, the default first
+CHOICES = {"cuda-compat-mode": ("mount", "ldconfig", "disabled"), "loader-cache": ("native", "ldconfig")}
 TRIPLETS = {"x86_64": ("x86_64-linux-gnu", "i386-linux-gnu"), "aarch64": ("aarch64-linux-gnu", "arm-linux-gnueabihf")}
 
 
@@ -86,10 +86,7 @@ def _category(error: InjectionError) -> str:
 
 def _loader_program(call: Call) -> Program | None:
     """What is to write the loader's cache; None where it is merged directly. Raises Failure."""
-    way = call.last("loader-cache", LOADER_CACHES[0])
-    if way not in LOADER_CACHES:
-        raise Failure("input error", f"invalid loader-cache: {way} (one of {', '.join(LOADER_CACHES)})")
-    if way == "native":
+    if call.last("loader-cache", "native") == "native":
         return None
     from gpulet.injection.confine import Program, open_host_program
 
@@ -124,9 +121,10 @@ def request_of(call: Call) -> Request:
     requirements = tuple(value or "" for name, value in call.options if name == "require")
     if len(requirements) > MOST_REQUIREMENTS:
         raise Failure("input error", "too many requirements")
-    mode = call.last("cuda-compat-mode", "mount")
-    if mode not in COMPAT_MODES:
-        raise Failure("input error", f"invalid cuda-compat-mode: {mode} (one of {', '.join(COMPAT_MODES)})")
+    for option, choices in CHOICES.items():
+        value = call.last(option, choices[0])
+        if value not in choices:
+            raise Failure("input error", f"invalid {option}: {value} (one of {', '.join(choices)})")
     return Request(
         "environment",
         tuple(call.joined("device")),

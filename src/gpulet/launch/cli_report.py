@@ -47,10 +47,14 @@ def node_facts(call: Call, ids: Iterable[str], *, nvml: bool = False) -> NodeFac
         return facts
     from gpulet.launch import nvml_child
 
+    user = call.user() or nvml_child.default_user()
     try:
-        return nvml_child.facts(root, call.user() or nvml_child.default_user())
+        answer = nvml_child.facts(root, user)
     except NodeError as error:
         raise Failure("initialization error", error) from error
+    if facts is not None and facts.gpus and not answer.gpus:  # a container must not start without its GPUs
+        raise Failure("initialization error", f"NVML shows no GPU to user {user[0]}, group {user[1]}; correct --user")
+    return answer
 
 
 def driver_files(root: str, ldcache: str, version: str, drop: tuple[str, ...] = ()) -> driver.DriverFiles:
