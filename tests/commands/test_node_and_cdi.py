@@ -155,7 +155,8 @@ def test_verify_says_what_changed_and_how_to_mend_it(capsys: Out, tmp_path: Path
     assert "fits this node" in run(capsys, "cdi", "verify", "--driver-root", root, "--spec-dir", folder)
     inject.inject(h100.folder, "driver 580.65.06")
     text = run(capsys, "cdi", "verify", "--driver-root", root, "--spec-dir", folder, code=1)
-    assert "580.65.06" in text and "libcuda.so." in text and f"gpulet cdi generate --output {path}" in text
+    assert "580.65.06" in text and "libcuda.so." in text
+    assert f"mend it with: gpulet cdi generate --driver-root {root} --output {path}" in text
     data = json.loads(run(capsys, "cdi", "verify", path, "--driver-root", root, "--json", code=1))
     assert not data["ok"] and data["files"][0]["problems"]
 

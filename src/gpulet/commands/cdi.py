@@ -121,13 +121,9 @@ def _report(
 ) -> None:
     bad = any(results.values())
     if as_json:
+        mends = remedies or {}
         files = [
-            {
-                "file": path,
-                "ok": not found,
-                "problems": found,
-                "remedy": (remedies or {}).get(path, "") if found else "",
-            }
+            {"file": path, "ok": not found, "problems": found, "remedy": mends.get(path, "") if found else ""}
             for path, found in results.items()
         ]
         typer.echo(json.dumps({"ok": not bad, "files": files}))

@@ -196,8 +196,8 @@ def make_spec(
     names: of "index", "uuid", "type-index". host_root, host_dev_root: where files.root and the folder of the device
     nodes are on the host, when they are mounted elsewhere for this program; paths says both. gids: say additionalGids
     for nodes that not everybody may open (needs 0.7.0). compat32: 32-bit libraries too. ids: which devices, as `select`
-    takes them; ("none",) for the one device "none", which brings no GPU. without: the peer's names of hooks whose work is not to be done, or "all". The MPS folder isn't in: a
-    spec outlives the daemon that makes it.
+    takes them; ("none",) for the one device "none", which brings no GPU. without: the peer's names of hooks whose work
+    is not to be done, or "all". The MPS folder isn't in: a spec outlives the daemon that makes it.
     Raises CdiError where there is no device, UnknownDevice for an id that isn't there.
     """
     paths = paths or HostPaths(files.root, host_root, dev_root or facts.dev_root, host_dev_root)
