@@ -255,9 +255,75 @@ def test_killed(temporary: Path) -> None:
         (["--profile", "no-such-profile"], "no-such-profile"),
         (["--pod", "/nonexistent.yaml"], "/nonexistent.yaml"),
         (["--path", "sideways"], "--path"),
+        (["--variable", "A B"], "--variable"),
+        (["--low-level", "no-such-runtime"], "no-such-runtime"),
+        (["--profile", "wsl"], "wsl"),
+        (["--profile", "tegra"], "tegra"),
+        (["--bogus"], "--bogus"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
     result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60)
     assert result.returncode in (1, 2)
     assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1 and not result.stdout
+
+
+def one_pod(tmp_path: Path, container: str, more: str = "") -> Path:
+    path = tmp_path / "pod.yaml"
+    path.write_text(
+        "apiVersion: v1\nkind: Pod\nmetadata: {name: one}\nspec:\n"
+        f"{more}  containers:\n    - {{name: main, image: 'pause:1', {container}}}\n"
+    )
+    return path
+
+
+def test_privileged_has_every_node(tmp_path: Path) -> None:
+    """A privileged container has the machine's device nodes whatever it asked for, as containerd gives it."""
+    path = one_pod(tmp_path, "securityContext: {privileged: true}, resources: {limits: {nvidia.com/gpu: 1}}")
+    report = demo("--pod", str(path))
+    container = containers(report)["one/main"]
+    assert report["ok"] and len(gpu_nodes(container)) == 8 and not container["seen"]["denied"]
+    assert len(container["allocated"]) == 1 and len(container["beyond"]) == 7
+
+
+def test_capabilities_decide_which_libraries_come(tmp_path: Path) -> None:
+    path = one_pod(
+        tmp_path,
+        "env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: video}], resources: {limits: {nvidia.com/gpu: 1}}",
+    )
+    for way in ("runtime", "hook"):
+        container = containers(demo("--pod", str(path), "--path", way))["one/main"]
+        assert len(gpu_nodes(container)) == 1 and container["seen"]["libraries"]["libnvidia-ml.so.1"] is None
+
+
+def test_kept_folder_replays(temporary: Path) -> None:
+    """--keep leaves the bundles with what the runtime wrote, and `explain` reads them."""
+    demo("--keep", "--pod", str(EXAMPLES / "01-two-gpus.yaml"))
+    (folder,) = temporary.glob("gpulet-kept-*")
+    (config,) = folder.glob("bundles/two-gpus-main-*/config.json")
+    nodes = [device["path"] for device in json.loads(config.read_text())["linux"]["devices"]]
+    assert len([path for path in nodes if GPU_NODE.fullmatch(path)]) == 2
+    shutil.rmtree(folder)
+
+
+def test_hardened_umask(tmp_path: Path) -> None:
+    """Root's umask may keep everything from others; a container's user that isn't root still reads its image."""
+    path = one_pod(tmp_path, "securityContext: {runAsUser: 1000}, resources: {limits: {nvidia.com/gpu: 1}}")
+    before = os.umask(0o077)
+    try:
+        report = demo("--pod", str(path))
+    finally:
+        os.umask(before)
+    assert containers(report)["one/main"]["seen"]["nvml"] == containers(report)["one/main"]["allocated"]
+
+
+def test_a_shells_variables_dont_reach_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONFIG_FILE", "/nonexistent")
+    monkeypatch.setenv("DEVICE_LIST_STRATEGY", "telepathy")
+    assert demo("--pod", str(EXAMPLES / "01-two-gpus.yaml"))["ok"]
+
+
+def test_longest_names(tmp_path: Path) -> None:
+    path = tmp_path / "pod.yaml"
+    path.write_text(BOTH.replace("name: two}", f"name: {'a' * 253}}}").replace("name: main", f"name: {'b' * 63}"))
+    assert demo("--pod", str(path))["ok"]

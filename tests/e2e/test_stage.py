@@ -92,10 +92,11 @@ def test_kubelet_restarts(stage: Stage, tmp_path: Path) -> None:
     assert stage.plugin is not None and stage.plugin.starts == 1
 
 
-def test_without_root_the_plan_is_printed() -> None:
+@pytest.mark.parametrize("strategy", ["envvar", "volume-mounts", "cdi-annotations", "cdi-cri"])
+def test_without_root_the_plan_is_printed(strategy: str) -> None:
     """Steps 1 to 3 run; 4 and 5 are planned, with one line that says what they need; exit code 0."""
-    script = "import sys; from gpulet.commands.main import main; sys.exit(main(['demo', '--json']))"
-    command = [sys.executable, "-c", script]
+    script = "import sys; from gpulet.commands.main import main; sys.exit(main(['demo', '--json', *sys.argv[1:]]))"
+    command = [sys.executable, "-c", script, "--strategy", strategy]
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="gp") as home:
         if os.geteuid() == 0:
@@ -111,18 +112,30 @@ def test_without_root_the_plan_is_printed() -> None:
     two = report["pods"][0]["containers"][0]
     assert len(two["allocated"]) == 2 and two["seen"] is None
     nodes = [device["path"] for device in two["plan"]["injection"]["devices"]]
+    assert sorted(path for path in nodes if not path[-1].isdigit()) == [
+        "/dev/nvidia-uvm",
+        "/dev/nvidia-uvm-tools",
+        "/dev/nvidiactl",
+    ] or strategy.startswith("cdi")
     assert sum(path.removeprefix("/dev/nvidia").isdigit() for path in nodes) == 2
     assert [step["step"] for step in two["steps"]][-1] == "mounting"
 
 
-@needs_root
-def test_without_a_low_level_runtime_the_plan_is_printed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["envvar", "cdi-cri"])
+def test_without_a_low_level_runtime_the_plan_is_printed(strategy: str) -> None:
+    """runc or crun not installed: the same, naming the package."""
     script = "import sys; from gpulet.commands.main import main; sys.exit(main(sys.argv[1:]))"
-    result = subprocess.run(
-        [sys.executable, "-c", script, "demo", "--low-level", "no-such-runtime"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    with tempfile.TemporaryDirectory(prefix="gp") as empty:
+        for folder in ("/usr/bin", "/usr/sbin"):  # all that this machine has, but no low-level runtime
+            for tool in os.listdir(folder):
+                if tool not in ("runc", "crun") and not os.path.lexists(f"{empty}/{tool}"):
+                    os.symlink(f"{folder}/{tool}", f"{empty}/{tool}")
+        result = subprocess.run(
+            [sys.executable, "-c", script, "demo", "--low-level", "crun", "--strategy", strategy],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PATH": empty},
+        )
     assert result.returncode == 0, result.stderr
-    assert "apt-get install no-such-runtime" in " ".join(result.stdout.split())
+    assert "apt-get install crun" in " ".join(result.stdout.split())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import sys
 from importlib.resources import files
@@ -12,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from gpulet.commands.timeline import show_node, show_pod
 from gpulet.errors import GpuletError, UsageError
@@ -20,6 +23,7 @@ from gpulet.sim.demo import Demo
 from gpulet.sim.stage import STRATEGIES, Options, Stage
 from gpulet.sim.workplace import workplace
 
+KNOWN = ("runc", "crun")  # where one of these isn't installed, the rest is planned
 CHOICES = {
     "strategy": STRATEGIES,
     "identify": ("uuid", "index"),
@@ -56,6 +60,10 @@ def command(
         _check(name, value)
     for one in strategies or ("",):
         _check("strategy", one)
+    if not variable.isidentifier():
+        raise UsageError("--variable", seen=repr(variable), wanted="a variable's name, such as NVIDIA_VISIBLE_DEVICES")
+    if low_level not in KNOWN and shutil.which(low_level) is None:
+        raise UsageError("--low-level", seen=repr(low_level), wanted="runc, crun or the path of a program like them")
     options = Options(
         profile=profile,
         gpus=gpus,
@@ -68,16 +76,19 @@ def command(
         low_level=low_level,
     )
     wanted = [one for file in pod or _examples() for one in pods.load(file)]
+    os.umask(0o022)  # the image's files are for every user of a container, whatever root keeps to itself here
     why_planned = isolation.enter(low_level)
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGHUP, _interrupt)
     with workplace(keep) as folder:
         if keep:
             print(f"kept: {folder}", file=sys.stderr)
-        return _perform(folder, options, wanted, why_planned, as_json)
+        return _perform(folder, options, wanted, why_planned, as_json=as_json, keep=keep)
 
 
-def _perform(folder: Path, options: Options, wanted: list[pods.Pod], why_planned: str, as_json: bool) -> int:
+def _perform(
+    folder: Path, options: Options, wanted: list[pods.Pod], why_planned: str, *, as_json: bool, keep: bool
+) -> int:
     console = Console(highlight=False, soft_wrap=False)
     stage = Stage(folder, options)
     try:
@@ -94,7 +105,7 @@ def _perform(folder: Path, options: Options, wanted: list[pods.Pod], why_planned
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # what was begun is taken away to its end
-        stage.close()
+        stage.close(keep=keep)
     if why_planned:
         report["planned"] = why_planned
     if as_json:
@@ -106,12 +117,16 @@ def _perform(folder: Path, options: Options, wanted: list[pods.Pod], why_planned
 
 def _conclude(console: Console, report: dict[str, Any]) -> None:
     for line in report["wrong"]:
-        console.print(f"wrong: {line}", style="bold red", markup=False)
+        console.print(Text(f"wrong: {line}", "bold red"))
+    containers = [(pod, one) for pod in report["pods"] for one in pod["containers"] if one["seen"] is not None]
+    beyond = [f"{pod['name']}/{one['name']}" for pod, one in containers if one["beyond"]]
     if "planned" in report:
-        console.print(f"steps 4 and 5 were planned, not done: {report['planned']}", style="yellow", markup=False)
+        console.print(Text(f"steps 4 and 5 were planned, not done: {report['planned']}", "yellow"))
     elif report["ok"]:
-        started = sum(len(pod["containers"]) for pod in report["pods"] if pod["phase"] == "Running")
-        console.print(f"{started} containers started; each saw exactly what it was to see", style="green")
+        console.print(Text(f"{len(containers)} containers started; each saw exactly what it was to see", "green"))
+    if beyond:
+        text = f"by the rules in force that is more than the kubelet gave: {', '.join(beyond)} (see --policy kubelet)"
+        console.print(Text(text, "bold red"))
 
 
 def _settings(options: Options) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +23,8 @@ COMMANDS = {
     "system": ("gpulet.commands.system", "Links in /dev/char and device nodes that a node may lack."),
     "install": ("gpulet.commands.install", "Write the launchers that container engines call."),
 }
+
+LONGEST = 2000  # characters of an error's line; what came in may be of any length
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,23 +57,35 @@ def build(argv: Sequence[str]) -> typer.Typer:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Expected failures become one line on stderr and exit code 1 (2 for wrong usage)."""
+    """Runs one command. A failure becomes one line on stderr and exit code 1 (2 for wrong usage)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where the descriptor was closed; and not every terminal has "×"
+            stream.reconfigure(errors="replace")
     words = sys.argv[1:] if argv is None else argv
     try:
         result = build(words)(args=words, prog_name="gpulet", standalone_mode=False)
-    except GpuletError as error:
-        print(f"gpulet: {error}", file=sys.stderr)
-        return error.exit_code
-    except typer.TyperException as error:  # wrong usage; the library shows where
-        show = getattr(error, "show", None)
-        if show is None:
-            print(f"gpulet: {error}", file=sys.stderr)
-        else:
-            show()
-        return int(getattr(error, "exit_code", 2))
+        return result if isinstance(result, int) else 0
     except typer.Exit as error:
         return int(error.exit_code)
+    except GpuletError as error:
+        return _fail(str(error), error.exit_code)
+    except typer.TyperException as error:  # wrong usage
+        text = getattr(error, "format_message", error.__str__)()
+        return _fail(f"{text.rstrip('.')}; see: gpulet {words[0] if words else ''} --help", 2)
     except (typer.Abort, KeyboardInterrupt):
-        print("gpulet: stopped", file=sys.stderr)
-        return 130
-    return result if isinstance(result, int) else 0
+        return _fail("stopped", 130)
+    except BrokenPipeError:
+        sys.stdout = None  # the reader has gone: nothing more to flush at the end
+        return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}; nothing more was done", 1)
+    except Exception as error:
+        if "GPULET_DEBUG" in os.environ:
+            raise
+        return _fail(f"internal error: {type(error).__name__}: {error}; please report it, with GPULET_DEBUG=1 set", 1)
+
+
+def _fail(line: str, code: int) -> int:
+    print("gpulet:", " ".join(line.split())[:LONGEST], file=sys.stderr)
+    return code

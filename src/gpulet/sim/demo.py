@@ -1,9 +1,4 @@
-"""Plays Pods through all five steps on a stage, and reports what the process inside each container saw.
-
-Two things are kept apart on purpose. What a container *is to see* comes from the request's rules (`request/decide.py`)
-applied to the bundle that the engine wrote; what it *saw* comes from the probe that runs inside. A container is right
-when the two are the same.
-"""
+"""Plays Pods through all five steps on a stage, and reports what the process inside each container saw."""
 
 from __future__ import annotations
 
@@ -14,16 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gpulet import settings as settings_file
-from gpulet.errors import GpuletError
+from gpulet.errors import EngineError, GpuletError
 from gpulet.injection import build
-from gpulet.injection.select import select
+from gpulet.injection.model import Injection
 from gpulet.node import driver, procfs
-from gpulet.node.gpu import NodeFacts
-from gpulet.request import decide, policy
-from gpulet.request.bundle import Container
+from gpulet.node.gpu import CharDevice, NodeFacts
 from gpulet.request.model import Request
-from gpulet.sim import scheduler
+from gpulet.sim import devices, evidence, judge, scheduler
 from gpulet.sim.allocation import Allocation
 from gpulet.sim.engine import RunningContainer, cdi_names
 from gpulet.sim.kubelet import AdmissionError
@@ -31,13 +23,14 @@ from gpulet.sim.pods import ContainerSpec, Pod
 from gpulet.sim.stage import Stage
 
 PROBE = "/usr/bin/gpulet-probe"
+PATIENCE = 10.0  # seconds that a Pod which fits waits for a plugin that is just coming back
 Report = dict[str, Any]
 
 
 class Demo:
     """One performance. `run` gives the whole report; `tell` is called with each Pod's part as it is done.
 
-    privileged: whether containers are really started (needs root and a low-level runtime); without it steps 5 and 6
+    privileged: whether containers are really started (needs root and a low-level runtime); without it steps 4 and 5
     are planned and not done.
     """
 
@@ -45,16 +38,21 @@ class Demo:
         self._stage = stage
         self._privileged = privileged
         self.tell = tell
-        self.facts: NodeFacts = procfs.facts(str(stage.root))
-        self._nodes = scheduler.default_nodes(len(self.facts.gpus))
-        self._here = self._nodes[-1].name
+        self.facts = _facts(stage)
+        if not self.facts.gpus:
+            raise EngineError(
+                "the demo needs GPUs", seen=f"none below {stage.root}", remedy="see what there is: gpulet node"
+            )
+        offered = {name: one.capacity for name, one in stage.kubelet.resources().items()}
+        self._nodes = scheduler.default_nodes(len(self.facts.gpus), resources=offered)
+        self._here = self._nodes[-1]
         self.wrong: list[str] = []
 
     def node(self) -> Report:
         """What discovery brought."""
         status = self._stage.kubelet.resources()
         return {
-            "name": self._here,
+            "name": self._here.name,
             "driver": self.facts.driver,
             "gpus": [gpu.uuid for gpu in self.facts.gpus],
             "models": sorted({gpu.name for gpu in self.facts.gpus}),
@@ -75,33 +73,52 @@ class Demo:
 
     def _play(self, pod: Pod) -> Report:
         started = time.perf_counter()
-        placement = scheduler.schedule(pod, self._nodes)
+        placement = self._schedule(pod)
         scheduling = _step("scheduling", started, placement.message)
         part: Report = {"name": pod.name, "namespace": pod.namespace, "phase": "Pending", "node": placement.node}
         part |= {"message": placement.message, "runtimeClass": pod.runtime_class or "nvidia", "containers": []}
         for spec in (*pod.init_containers, *pod.containers):
             container = {"name": spec.name, "image": spec.image, "requested": _gpus(spec), "allocated": []}
-            container |= {"grant": "none", "reason": "", "seen": None, "steps": [self._discovery(), scheduling]}
-            part["containers"].append(container)
+            container |= {"grant": "none", "reason": "", "seen": None, "beyond": []}
+            part["containers"].append(container | {"steps": [self._discovery(), scheduling]})
         if placement.node is None:
             return part
         scheduler.assign(pod, self._nodes, placement.node)
-        if placement.node != self._here:
-            part["message"] = f"placed on {placement.node}; only {self._here} is played here"
+        if placement.node != self._here.name:
+            part["message"] = f"placed on {placement.node}; only {self._here.name} is played here"
             return part
         try:
             allocations = self._configure(pod, part)
             part["phase"], part["message"] = self._start(pod, allocations, part)
+        except AdmissionError as error:
+            scheduler.unassign(pod, self._nodes, placement.node)
+            self._failed(part, error)
         except GpuletError as error:
-            part["phase"], part["message"] = "Failed", str(error)
-            self.wrong.append(f"{pod.name}: {error}")
+            self._failed(part, error)
         return part
+
+    def _failed(self, part: Report, error: GpuletError) -> None:
+        part["phase"], part["message"] = "Failed", str(error)
+        self.wrong.append(f"{part['name']}: {error}")
+
+    def _schedule(self, pod: Pod) -> scheduler.Placement:
+        """Step 2, by what the kubelet publishes now. While the plugin is away its devices aren't allocatable: a Pod
+        that would fit waits for it, as Pending Pods do."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            status = self._stage.kubelet.resources()
+            self._here.capacity.update({name: one.allocatable for name, one in status.items()})
+            placement = scheduler.schedule(pod, self._nodes)
+            away = any(one.allocatable < one.capacity for one in status.values())
+            if placement.node is not None or not away or time.monotonic() > deadline:
+                return placement
+            time.sleep(0.02)
 
     def _discovery(self) -> Report:
         status = self._stage.kubelet.resources()
         texts = [f"{one.allocatable} of {one.capacity} {name} allocatable" for name, one in sorted(status.items())]
-        evidence = f"{', '.join(texts)} on {self._here} (driver {self.facts.driver})"
-        return {"step": "discovery", "ms": round(self._stage.discovery_ms, 1), "evidence": evidence}
+        text = f"{', '.join(texts)} on {self._here.name} (driver {self.facts.driver})"
+        return {"step": "discovery", "ms": round(self._stage.discovery_ms, 1), "evidence": text}
 
     def _configure(self, pod: Pod, part: Report) -> dict[str, Allocation]:
         """Step 3: at the Pod's admission the kubelet asks the plugin, one Allocate for each container that wants
@@ -115,9 +132,10 @@ class Demo:
             raise
         for told in part["containers"]:
             allocation = allocations[told["name"]]
-            evidence = _answer(allocation) if allocation.device_ids else "nothing asked for: the plugin is not called"
+            asked = bool(allocation.device_ids)
+            text = evidence.answer(allocation) if asked else "nothing asked for: the plugin is not called"
             told["allocated"] = self._uuids(allocation)
-            told["steps"].append(_step("configuration", started, evidence))
+            told["steps"].append(_step("configuration", started, text))
         return allocations
 
     def _uuids(self, allocation: Allocation) -> list[str]:
@@ -137,77 +155,53 @@ class Demo:
                 self._stage.engine.remove(container)
         for spec in pod.containers:
             self._container(pod, spec, allocations[spec.name], told[spec.name])
-        return ("Running", "") if self._privileged else ("Pending", "planned: steps 4 and 5 need root and a runtime")
+        return ("Running", "") if self._privileged else ("Pending", "planned: steps 4 and 5 were not done")
 
     def _container(self, pod: Pod, spec: ContainerSpec, allocation: Allocation, told: Report) -> RunningContainer:
         started = time.perf_counter()
         engine = self._stage.engine
         minors = sorted(gpu.minor for gpu in self.facts.gpus)
         arguments = [PROBE, "--hold", "--minors", f"{minors[0]}-{minors[-1]}"]
-        container = engine.prepare(pod, spec, allocation, args=arguments)
-        request = self._request(container)
+        container = engine.prepare(pod, spec, allocation, args=arguments, cdi=self._privileged)
+        request = judge.request_of(container)
         cdi = cdi_names(allocation)
         told["grant"] = self._stage.options.strategies[-1] if cdi else request.source or "none"
-        told["reason"] = f"the engine applied {', '.join(cdi)}" if cdi else request.reason
-        due = told["allocated"] if cdi else self._due(request)
+        told["reason"] = f"the engine applies {', '.join(cdi)}" if cdi else request.reason
+        if cdi:
+            request = Request(source="cdi", devices=tuple(told["allocated"]), capabilities=("all",))
         if not self._privileged:
-            told["plan"] = self._plan(container, request)
-            told["steps"].append(_step("initialisation", started, f"planned: {told['plan']['summary']}"))
-            told["steps"].append(
-                {"step": "mounting", "ms": 0.0, "evidence": "planned: " + shlex.join(told["plan"]["commands"][-1])}
-            )
+            self._plan(container, request, told, started)
             return container
         with self._timed(told, "initialisation") as step:
             engine.create(container)
-            step["evidence"] = changes(container.before, container.after)
+            step["evidence"] = evidence.changes(container.before, container.after)
         with self._timed(told, "mounting") as step:
             engine.start(container)
-            seen = json.loads(engine.first_line(container))
+            probe = json.loads(engine.first_line(container))
             for what in ("opened", "denied"):  # the probe tried a range, which may hold numbers that no GPU has
-                seen[what] = [minor for minor in seen[what] if minor in minors]
-            told["seen"] = _seen(seen)
-            step["evidence"] = _evidence(seen)
-        self._judge(f"{pod.name}/{spec.name}", due, seen)
+                probe[what] = [minor for minor in probe[what] if minor in minors]
+            told["seen"] = evidence.seen(probe)
+            told["beyond"] = [uuid for uuid in told["seen"]["nvml"] if uuid not in told["allocated"]]
+            step["evidence"] = evidence.inside(probe)
+        due = judge.due(self.facts, request.devices, capabilities=request.capabilities, privileged=spec.privileged)
+        self.wrong += [f"{pod.name}/{spec.name}: {one}" for one in judge.verdict(self.facts, due, probe)]
         return container
 
-    def _request(self, container: RunningContainer) -> Request:
-        """What the rules say of this bundle."""
-        settings = settings_file.load(str(container.handler.config))
-        ledger = policy.read_ledger(settings.policy_checkpoint) if settings.policy_grants == "kubelet" else None
-        seen = Container.from_config(container.before, str(container.bundle))
-        return decide.decide(seen, settings, ledger).request
-
-    def _due(self, request: Request) -> list[str]:
-        """The GPUs that a request is to bring, in index order."""
-        if not request.devices:
-            return []
-        return [gpu.uuid for gpu in select(self.facts, request.devices).gpus]
-
-    def _plan(self, container: RunningContainer, request: Request) -> Report:
+    def _plan(self, container: RunningContainer, request: Request, told: Report, started: float) -> None:
         """What the runtime would do: the commands, and the Injection itself."""
         engine = self._stage.engine
-        files = driver.find(str(self._stage.root), version=self.facts.driver)
-        injection = build.build(self.facts, files, request, dev_root=str(self._stage.root))
-        commands = [
-            engine.command(container, ["create", "--bundle", str(container.bundle), container.id]),
-            engine.command(container, ["start", container.id]),
-        ]
-        summary = f"{len(injection.devices)} device nodes, {len(injection.mounts)} mounts"
-        return {"summary": summary, "commands": commands, "injection": injection.to_data()}
-
-    def _judge(self, name: str, due: Sequence[str], seen: Report) -> None:
-        """Holds what the probe saw against what the container was to see."""
-        minors = {gpu.uuid: gpu.minor for gpu in self.facts.gpus}
-        wanted = sorted(minors[uuid] for uuid in due)
-        checks = {
-            "NVML's GPUs": (sorted(one["uuid"] for one in seen["nvml"]), sorted(due)),
-            "GPU nodes": (sorted(_gpu_nodes(seen["devices"])), wanted),
-            "GPUs that open": (sorted(seen["opened"]), wanted),
-            "GPUs refused": (sorted(seen["denied"]), sorted(set(minors.values()) - set(wanted))),
-        }
-        for what, (got, expected) in checks.items():
-            if got != expected:
-                self.wrong.append(f"{name}: {what}: {got} (wanted {expected}; NVML says: {seen['nvml_error']})")
+        injection = Injection()
+        if request:
+            files = driver.find(str(self._stage.root), version=self.facts.driver)
+            injection = build.build(self.facts, files, request, dev_root=str(self._stage.root))
+        create = engine.command(container, ["create", "--bundle", str(container.bundle), container.id])
+        start = engine.command(container, ["start", container.id])
+        told["plan"] = {"commands": [create, start], "injection": injection.to_data()}
+        nodes = ", ".join(device.path for device in injection.devices) or "no device node"
+        counts = f"{len(injection.mounts)} mounts, {len(injection.rootfs.links)} links"
+        told["steps"].append(_step("initialisation", started, f"planned: {shlex.join(create)}: {nodes}; {counts}"))
+        mounts = " ".join(mount.path for mount in injection.mounts) or "nothing to mount"
+        told["steps"].append({"step": "mounting", "ms": 0.0, "evidence": f"planned: {shlex.join(start)}: {mounts}"})
 
     @contextmanager
     def _timed(self, told: Report, name: str) -> Iterator[Report]:
@@ -223,79 +217,23 @@ class Demo:
             step["ms"] = round((time.perf_counter() - started) * 1e3, 1)
 
 
-def changes(before: Report, after: Report) -> str:
-    """What the runtime did to config.json, in words."""
-    words = []
-    for what, path in (("device nodes", ("linux", "devices")), ("mounts", ("mounts",))):
-        old = _at(before, path)
-        added = sum(one not in old for one in _at(after, path))
-        if added:
-            words.append(f"+{added} {what}")
-    words += _variables(_at(before, ("process", "env")), _at(after, ("process", "env")))
-    old_hooks, new_hooks = before.get("hooks") or {}, after.get("hooks") or {}
-    for stage in sorted({*old_hooks, *new_hooks}):
-        difference = len(new_hooks.get(stage) or ()) - len(old_hooks.get(stage) or ())
-        if difference:
-            words.append(f"{difference:+d} {stage} hook" + ("s" if abs(difference) > 1 else ""))
-    return ", ".join(words) if words else "config.json left as it was"
+def _facts(stage: Stage) -> NodeFacts:
+    """The node's facts. Who isn't root can't make device nodes: what would stand in their places is known all the
+    same, so the plan that is printed is the one that root would carry out."""
+    facts = procfs.facts(str(stage.root))
+    if stage.simulated is None or not stage.simulated.placeholders:
+        return facts
+    nodes = tuple(
+        CharDevice(f"/dev/{name}", f"{stage.root}/dev/{name}", major, minor)
+        for name, major, minor in devices.nodes(stage.simulated.description)
+        if not name.startswith("nvidia-caps-imex-channels/")
+    )
+    return facts.replace(nodes=nodes)
 
 
-def _variables(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Variables that changed, as they stand afterwards; those that went as "NAME unset"."""
-    names = {entry.partition("=")[0] for entry in after}
-    gone = dict.fromkeys(entry.partition("=")[0] for entry in before)
-    return [entry for entry in after if entry not in before] + [f"{name} unset" for name in gone if name not in names]
-
-
-def _at(config: Report, path: Sequence[str]) -> list[Any]:
-    found: Any = config
-    for key in path:
-        found = found.get(key) or {}
-    return list(found)
-
-
-def _step(name: str, started: float, evidence: str) -> Report:
-    return {"step": name, "ms": round((time.perf_counter() - started) * 1e3, 1), "evidence": evidence}
+def _step(name: str, started: float, text: str) -> Report:
+    return {"step": name, "ms": round((time.perf_counter() - started) * 1e3, 1), "evidence": text}
 
 
 def _gpus(spec: ContainerSpec) -> int:
     return sum(count for name, count in spec.limits.items() if name.startswith("nvidia.com/"))
-
-
-def _answer(allocation: Allocation) -> str:
-    """The plugin's answer in one line."""
-    words = [f"{name}={value}" for name, value in sorted(allocation.envs.items())]
-    words += [f"mount {mount.container_path}" for mount in allocation.mounts]
-    words += [f"device {device.container_path}" for device in allocation.devices]
-    words += [f"annotation {key}={value}" for key, value in sorted(allocation.annotations.items())]
-    words += [f"CDI {name}" for name in allocation.cdi_devices]
-    return "; ".join(words)
-
-
-def _gpu_nodes(devices: Sequence[str]) -> list[int]:
-    names = [device.removeprefix("/dev/nvidia") for device in devices]
-    return [int(name) for name in names if name.isdigit()]
-
-
-def _seen(probe: Report) -> Report:
-    return {
-        "devices": probe["devices"],
-        "nvml": [one["uuid"] for one in probe["nvml"]],
-        "denied": probe["denied"],
-        "files": probe["files"],
-        "libraries": probe["libraries"],
-        "env": probe["env"],
-    }
-
-
-def _evidence(probe: Report) -> str:
-    """The probe's report in one line."""
-    if probe["nvml_error"] and not probe["devices"]:
-        return f"no /dev/nvidia*, no driver library ({probe['nvml_error']}); {len(probe['denied'])} GPUs refused"
-    names = " ".join(device.removeprefix("/dev/") for device in probe["devices"])
-    read_only = sum("ro" in one["flags"] for one in probe["files"])
-    library = probe["libraries"].get("libnvidia-ml.so.1") or "libnvidia-ml.so.1 not found"
-    return (
-        f"NVML lists {len(probe['nvml'])} through {library}; {names}; "
-        f"{len(probe['files'])} driver mounts ({read_only} read-only); {len(probe['denied'])} other GPUs refused"
-    )

@@ -8,10 +8,10 @@ cgroup path with the Pod's UID, the namespaces shared with the sandbox, and the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,12 @@ CAPABILITIES = [
     *("CAP_SETUID", "CAP_SETFCAP", "CAP_SETPCAP", "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_KILL"),
     "CAP_AUDIT_WRITE",
 ]
-PRIVILEGED = [*CAPABILITIES, "CAP_SYS_ADMIN"]
+# what a privileged one has besides
+PRIVILEGED = [
+    *CAPABILITIES,
+    *("CAP_SYS_ADMIN", "CAP_SYS_PTRACE", "CAP_SYS_MODULE", "CAP_SYS_RAWIO", "CAP_SYS_NICE", "CAP_SYS_TIME"),
+    *("CAP_NET_ADMIN", "CAP_DAC_READ_SEARCH", "CAP_IPC_LOCK", "CAP_LEASE", "CAP_AUDIT_CONTROL"),
+]
 CDI_PREFIX = "cdi.k8s.io/"
 MASKED = ["/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/scsi", "/sys/firmware"]
 READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"]
@@ -69,7 +74,8 @@ class Engine:
     """Creates, starts and removes containers below one folder.
 
     cdi_folders: where a CDI-capable engine looks for specs; cdi=False makes an engine that only hands the CDI
-    annotations on, as with containerd's `container_annotations`.
+    annotations on, as with containerd's `container_annotations`. device_root: below it lies the dev/ whose nodes a
+    privileged container gets.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class Engine:
         *,
         cdi_folders: Sequence[Path] = (),
         cdi: bool = True,
+        device_root: Path = Path("/"),
         cgroup_parent: str,
     ) -> None:
         self._folder = folder
@@ -87,6 +94,7 @@ class Engine:
         self._handlers = handlers
         self._cdi_folders = cdi_folders
         self._cdi = cdi
+        self._device_root = device_root
         self._cgroup_parent = cgroup_parent
         self._state = folder / "state"
         self._containers: dict[str, RunningContainer] = {}
@@ -106,19 +114,25 @@ class Engine:
     def run_sandbox(self, pod: Pod) -> RunningContainer:
         """The Pod's "pause" container: it holds the namespaces, and passes through the runtime's handler too."""
         if pod.uid not in self._sandboxes:
-            spec = ContainerSpec(name="POD", image="pause")
-            sandbox = self.prepare(pod, spec, None, args=["/bin/busybox", "sleep", "2147483647"])
+            sandbox = self.prepare(pod, None, None, args=["/bin/busybox", "sleep", "2147483647"])
             self._sandboxes[pod.uid] = sandbox
             self.create(sandbox)
             self.start(sandbox)
         return self._sandboxes[pod.uid]
 
     def prepare(
-        self, pod: Pod, spec: ContainerSpec, allocation: Allocation | None, *, args: Sequence[str]
+        self,
+        pod: Pod,
+        spec: ContainerSpec | None,
+        allocation: Allocation | None,
+        *,
+        args: Sequence[str],
+        cdi: bool = True,
     ) -> RunningContainer:
-        """Writes a container's bundle; needs no privilege."""
+        """Writes a container's bundle; needs no privilege but for CDI edits, which look at device nodes (cdi=False
+        leaves them out). No spec: the sandbox."""
         sandbox = self._sandboxes.get(pod.uid)
-        name = f"{pod.namespace}-{pod.name}-{spec.name}-{pod.uid[:8]}"
+        name = container_id(pod, spec)
         bundle = self._folder / "bundles" / name
         bundle.mkdir(parents=True)
         self._images.snapshot(bundle / "rootfs")
@@ -131,14 +145,22 @@ class Engine:
             cgroups_path=f"/{self._cgroup_parent}/kubepods/besteffort/pod{pod.uid}/{name}",
             cdi_annotations=not self._cdi,
         )
-        if self._cdi and allocation:
+        if spec and spec.privileged:
+            cdi_engine.apply(config, [{"deviceNodes": self._all_nodes()}])
+        if cdi and self._cdi and allocation:
             names = cdi_names(allocation)
             if names:
                 cdi_engine.apply(config, cdi_engine.find(names, self._cdi_folders))
         (bundle / "config.json").write_text(json.dumps(config))
-        container = RunningContainer(name, spec.name, bundle, self.handler(pod), before=config)
+        container = RunningContainer(name, spec.name if spec else "", bundle, self.handler(pod), before=config)
         self._containers[name] = container
         return container
+
+    def _all_nodes(self) -> list[dict[str, str]]:
+        """The machine's GPU nodes, which a privileged container gets whatever it asked for."""
+        found = sorted(self._device_root.glob("dev/nvidia*"))
+        nodes = [path for path in found if path.is_char_device()]
+        return [{"path": f"/dev/{path.name}", "hostPath": str(path), "permissions": "rwm"} for path in nodes]
 
     def create(self, container: RunningContainer) -> None:
         """Calls the runtime's `create`, as containerd does; its own words on failure."""
@@ -150,7 +172,14 @@ class Engine:
         container.create_ms = (time.perf_counter() - started) * 1e3
         if result.returncode:
             raise EngineError(f"container {container.name} was not created", seen=self._complaint(container))
-        container.pid = int((bundle / "init.pid").read_text())
+        try:
+            container.pid = int((bundle / "init.pid").read_text())
+        except (OSError, ValueError) as error:
+            raise EngineError(
+                f"container {container.name}",
+                seen="created, but the runtime wrote no pid file",
+                wanted="an OCI runtime",
+            ) from error
         container.after = json.loads((bundle / "config.json").read_text())
 
     def start(self, container: RunningContainer) -> None:
@@ -180,19 +209,20 @@ class Engine:
             return False
         return state not in "ZX"
 
-    def remove(self, container: RunningContainer) -> None:
-        """Ends and deletes a container with its bundle; nothing of it stays."""
+    def remove(self, container: RunningContainer, *, keep: bool = False) -> None:
+        """Ends and deletes a container with its bundle; nothing of it stays, but the bundle where it is to be kept."""
         if container.pid and self.alive(container):
             self._call(container, ["kill", container.id, "KILL"], stderr=subprocess.DEVNULL)
         self._call(container, ["delete", "--force", container.id], stderr=subprocess.DEVNULL)
-        shutil.rmtree(container.bundle, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(container.bundle, ignore_errors=True)
         self._containers.pop(container.id, None)
 
-    def close(self) -> None:
-        """Removes every container, sandboxes last, and the cgroups that their paths made."""
+    def close(self, *, keep: bool = False) -> None:
+        """Removes every container, sandboxes last, and the control groups that their paths made."""
         sandboxes = {sandbox.id for sandbox in self._sandboxes.values()}
         for container in sorted(self._containers.values(), key=lambda one: one.id in sandboxes):
-            self.remove(container)
+            self.remove(container, keep=keep)
         self._sandboxes.clear()
         remove_tree(self._cgroup_parent)
 
@@ -256,9 +286,18 @@ def merge_env(*lists: Sequence[str]) -> list[str]:
     return list(merged.values())
 
 
+def container_id(pod: Pod, spec: ContainerSpec | None) -> str:
+    """A name for a container's bundle and state: readable, and unique whatever names the Pod carries (a Pod's name
+    may have 253 characters, a file's 255). Only letters, digits, ".", "_" and "-", which runc takes."""
+    whole = "/".join((pod.namespace, pod.name, pod.uid, spec.name if spec else ""))
+    readable = f"{pod.name[:40]}-{spec.name[:20] if spec else 'sandbox'}"
+    safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in readable)
+    return f"{safe}-{hashlib.sha256(whole.encode()).hexdigest()[:10]}"
+
+
 def oci_config(
     pod: Pod,
-    spec: ContainerSpec,
+    spec: ContainerSpec | None,
     allocation: Allocation | None,
     *,
     args: Sequence[str],
@@ -266,11 +305,10 @@ def oci_config(
     cgroups_path: str,
     cdi_annotations: bool = False,
 ) -> dict[str, Any]:
-    """One container's config.json, before any shim has seen it. sandbox_pid 0 makes the sandbox itself."""
-    is_sandbox = spec.name == "POD"
+    """One container's config.json, before any shim has seen it. No spec: the sandbox's."""
     plugin_env = [f"{name}={value}" for name, value in sorted(allocation.envs.items())] if allocation else []
-    pod_env = [f"{name}={value}" for name, value in spec.env]
-    capabilities = PRIVILEGED if spec.privileged else CAPABILITIES
+    pod_env = [f"{name}={value}" for name, value in spec.env] if spec else []
+    privileged = bool(spec and spec.privileged)
     shared = {"ipc": sandbox_pid, "uts": sandbox_pid, "network": sandbox_pid}
     namespaces: list[dict[str, str]] = [{"type": "pid"}, {"type": "mount"}]
     for kind, pid in shared.items():
@@ -279,23 +317,25 @@ def oci_config(
     config: dict[str, Any] = {
         "ociVersion": "1.0.2",
         "process": {
-            "user": {"uid": spec.run_as_user or 0, "gid": 0},
+            "user": {"uid": (spec.run_as_user if spec else 0) or 0, "gid": 0},
             "args": list(args),
-            "env": merge_env(image_env(spec.image), [f"HOSTNAME={pod.name}"], plugin_env, pod_env),
+            "env": merge_env(image_env(spec.image if spec else ""), [f"HOSTNAME={pod.name}"], plugin_env, pod_env),
             "cwd": "/",
-            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
+            "capabilities": dict.fromkeys(
+                ("bounding", "effective", "permitted"), PRIVILEGED if privileged else CAPABILITIES
+            ),
             "oomScoreAdj": 1000,  # the highest value: raising is always allowed, lowering needs CAP_SYS_RESOURCE
             "noNewPrivileges": False,
         },
         "root": {"path": "rootfs"},
         "mounts": _mounts(allocation),
-        "annotations": _annotations(pod, spec, is_sandbox),
+        "annotations": _annotations(pod, spec),
         "linux": {
-            "resources": {"devices": [{"allow": False, "access": "rwm"}], "cpu": {"shares": 2}},
+            "resources": {"devices": [{"allow": privileged, "access": "rwm"}], "cpu": {"shares": 2}},
             "cgroupsPath": cgroups_path,
             "namespaces": namespaces,
-            "maskedPaths": MASKED,
-            "readonlyPaths": READ_ONLY,
+            "maskedPaths": [] if privileged else MASKED,
+            "readonlyPaths": [] if privileged else READ_ONLY,
         },
     }
     if allocation:
@@ -309,17 +349,17 @@ def oci_config(
     return config
 
 
-def _annotations(pod: Pod, spec: ContainerSpec, is_sandbox: bool) -> dict[str, str]:
+def _annotations(pod: Pod, spec: ContainerSpec | None) -> dict[str, str]:
     """The CRI keys that containerd writes."""
     prefix = "io.kubernetes.cri."
     annotations = {
-        f"{prefix}container-type": "sandbox" if is_sandbox else "container",
+        f"{prefix}container-type": "container" if spec else "sandbox",
         f"{prefix}sandbox-id": pod.uid,
         f"{prefix}sandbox-name": pod.name,
         f"{prefix}sandbox-namespace": pod.namespace,
         f"{prefix}sandbox-uid": pod.uid,
     }
-    if not is_sandbox:
+    if spec:
         annotations |= {f"{prefix}container-name": spec.name, f"{prefix}image-name": spec.image}
     return annotations
 
@@ -344,14 +384,3 @@ def _mounts(allocation: Allocation | None) -> list[dict[str, Any]]:
             {"destination": mount.container_path, "type": "bind", "source": mount.host_path, "options": options}
         )
     return mounts
-
-
-def stop_process(process: subprocess.Popen[bytes], grace: float = 5.0) -> None:
-    """Ends a process that we started: asks, waits, then insists."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(grace)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

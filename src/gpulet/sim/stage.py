@@ -4,11 +4,10 @@ kubelet, and an engine with a real low-level runtime. The demo plays on it, and 
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +16,10 @@ import tomlkit
 from gpulet.engines.launchers import write_launchers
 from gpulet.errors import NodeError
 from gpulet.sim import node as simulated
-from gpulet.sim.engine import Engine, Handler, stop_process
+from gpulet.sim.engine import Engine, Handler
 from gpulet.sim.images import ImageStore
 from gpulet.sim.kubelet import Kubelet
+from gpulet.sim.plugin_process import PluginProcess
 
 STRATEGIES = ("envvar", "volume-mounts", "cdi-annotations", "cdi-cri")
 RESOURCE = "nvidia.com/gpu"
@@ -43,57 +43,11 @@ class Options:
     driver: str | None = None
 
 
-class PluginProcess:
-    """`gpulet-device-plugin` as its own process, started again when it dies, as a DaemonSet's Pod would be."""
-
-    def __init__(self, command: Sequence[str], log: Path) -> None:
-        self._command = list(command)
-        self._log = log
-        self._stopping = threading.Event()
-        self.starts = 0
-        self._process = self._start()
-        self._keeper = threading.Thread(target=self._keep, name="plugin-keeper", daemon=True)
-        self._keeper.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        self.starts += 1
-        with self._log.open("ab") as log:
-            return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-    def _keep(self) -> None:
-        delay = 0.1
-        while not self._stopping.wait(0.05):
-            if self._process.poll() is not None:
-                if self._stopping.wait(delay):
-                    return
-                delay = min(delay * 2, 10.0)
-                self._process = self._start()
-
-    def kill(self) -> None:
-        """SIGKILL, for those who want to see it come back."""
-        self._process.kill()
-
-    def failed(self) -> str:
-        """The plugin's last word where it has ended, else ""."""
-        if self._process.poll() is None:
-            return ""
-        lines = self._log.read_text(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), f"exit code {self._process.returncode}")
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self._keeper.join()
-        stop_process(self._process)
-
-
 class Stage:
     """Sets everything up below `folder`, which must be new and on a path short enough for sockets; `close` ends it."""
 
     def __init__(self, folder: Path, options: Options) -> None:
+        check_folder(folder)
         self.folder = folder
         self.options = options
         self.simulated = (
@@ -101,6 +55,13 @@ class Stage:
             if options.host
             else simulated.create(folder, options.profile, gpus=options.gpus, driver=options.driver)
         )
+        if self.simulated and self.simulated.description.platform != "discrete":
+            raise NodeError(
+                f"profile {options.profile}",
+                seen=f"a machine of kind {self.simulated.description.platform}",
+                wanted="one whose GPUs have device nodes of their own",
+                remedy="choose another --profile: see gpulet sim profiles",
+            )
         self.root = Path("/") if self.simulated is None else self.simulated.root
         (folder / "cdi").mkdir(exist_ok=True)
         self.launchers = write_launchers(folder / "bin")
@@ -116,6 +77,7 @@ class Stage:
             ImageStore(folder / "images"),
             handlers,
             cdi_folders=[folder / "cdi"],
+            device_root=self.root,
             cgroup_parent=folder.name,
         )
 
@@ -127,11 +89,11 @@ class Stage:
         deadline = time.monotonic() + timeout
         while not self.allocatable():
             ended = self.plugin.failed()
-            if ended or time.monotonic() > deadline:
+            # killed by somebody it is started again; what refuses to run stays refused
+            if (ended and self.plugin.refused()) or time.monotonic() > deadline:
                 raise NodeError(
                     "the device plugin registered no GPU",
                     seen=ended or f"nothing within {timeout:.0f} s",
-                    wanted=f"{RESOURCE} at the kubelet's socket",
                     remedy="run it with --keep and read device-plugin.log in its folder",
                 )
             time.sleep(0.002)
@@ -142,12 +104,14 @@ class Stage:
         status = self.kubelet.resources().get(RESOURCE)
         return status.allocatable if status else 0
 
-    def close(self) -> None:
-        """Ends containers, plugin and kubelet. The folder is the caller's to remove."""
-        self.engine.close()
-        if self.plugin:
-            self.plugin.stop()
-        self.kubelet.stop()
+    def close(self, *, keep: bool = False) -> None:
+        """Ends containers, plugin and kubelet, each whatever becomes of the others. The folder is the caller's to
+        remove; keep leaves the bundles in it."""
+        with ExitStack() as ends:
+            ends.callback(self.kubelet.stop)
+            if self.plugin:
+                ends.callback(self.plugin.stop)
+            ends.callback(self.engine.close, keep=keep)
 
     def _plugin_command(self) -> list[str]:
         options = self.options
@@ -183,3 +147,22 @@ class Stage:
         path = self.folder / f"{name}.toml"
         path.write_text(tomlkit.dumps(config))
         return path
+
+
+def check_folder(folder: Path) -> None:
+    """NodeError where programs or device nodes below a folder could not be used, or its path can't be written down."""
+    flags = os.statvfs(folder).f_flag
+    for flag, name in ((os.ST_NOEXEC, "noexec"), (os.ST_NODEV if os.geteuid() == 0 else 0, "nodev")):
+        if flags & flag:
+            raise NodeError(
+                f"{folder} lies on a file system mounted {name}",
+                wanted="one on which programs run and device nodes open",
+                remedy="set TMPDIR to a folder elsewhere",
+            )
+    if not all(c.isascii() and (c.isalnum() or c in "/._-+@") for c in str(folder)):
+        raise NodeError(
+            "the demo's folder",
+            seen=repr(str(folder)),
+            wanted="a path of letters, digits and . _ - + @",
+            remedy="set TMPDIR to another folder",
+        )
