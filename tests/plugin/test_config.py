@@ -15,7 +15,18 @@ def from_file(tmp_path, text: str, *argv: str, **environ: str) -> Config:
 
 
 def test_defaults():
-    assert load([], {}) == Config(dev_root="/", kubelet_socket_dir="/var/lib/kubelet/device-plugins")
+    assert load([], {}) == Config(
+        dev_root="/",
+        kubelet_socket_dir="/var/lib/kubelet/device-plugins",
+        state_dir="/var/lib/kubelet/device-plugins/gpulet",
+        pod_resources_socket="/var/lib/kubelet/pod-resources/kubelet.sock",
+    )
+
+
+def test_where_faults_are_kept():
+    assert load(["--kubelet-socket-dir=/k/s"], {}).state_dir == "/k/s/gpulet"
+    assert load(["--kubelet-socket-dir=/k/s"], {"STATE_DIR": "/x"}).state_dir == "/x"
+    assert load(["--state-dir="], {}).state_dir == ""
 
 
 def test_flag_over_environment_over_file_over_default(tmp_path):

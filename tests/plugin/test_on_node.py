@@ -144,11 +144,16 @@ def test_the_cdi_spec_of_wsl(site):
     assert [device.path for device in injection.devices] == ["/dev/dxg"]
 
 
-@pytest.mark.parametrize("site", ["tegra"], indirect=True)
-def test_no_cdi_on_tegra(site):
-    site.start("--device-list-strategy=cdi-cri")
-    assert site.process.wait(10) == 1
-    assert "aren't supported on Tegra" in site.log()
+@pytest.mark.parametrize(("site", "identification", "name"), [("tegra", "uuid", "tegra"), ("tegra", "index", "0")],
+                         indirect=["site"])  # fmt: skip
+def test_the_cdi_spec_of_a_tegra(site, identification, name):
+    site.start("--device-list-strategy=cdi-cri", f"--device-id-strategy={identification}")
+    site.kubelet.wait_for(GPU, 1)
+    names = site.kubelet.allocate("p", "c", {GPU: 1}).cdi_devices
+    assert names == (f"k8s.device-plugin.nvidia.com/gpu={name}",)
+    injection = Registry([str(site.folder / "cdi")]).resolve(names)
+    assert injection.devices and injection.mounts
+    assert all(device.host_path.startswith(str(site.node.root)) for device in injection.devices)
 
 
 def test_optional_classes(site):

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from gpulet.plugin.config import load
 from gpulet.plugin.daemon import Daemon
-from gpulet.plugin.metrics import Endpoint, Metrics
+from gpulet.plugin.endpoint import Endpoint
+from gpulet.plugin.metrics import Metrics
 
 PROGRAM = """
 import sys
@@ -50,10 +51,17 @@ def start_process(folder: Path, *words: str, gpus: int = 8) -> subprocess.Popen:
 
 
 @contextlib.contextmanager
-def running(folder: Path, look, *words: str, publish=lambda config, facts, imex: (), refresh_every: float = 10.0):
+def running(
+    folder: Path,
+    look,
+    *words: str,
+    publish=lambda config, facts, imex: (),
+    refresh_every: float = 10.0,
+    report=None,
+):
     """The daemon in a thread. Gives a Running; whatever ends it unexpectedly is raised at the end."""
     argv = ["--kubelet-socket-dir", str(folder), f"--refresh-interval={refresh_every}", *words]
-    plugin = Running(argv, look, publish)
+    plugin = Running(argv, look, publish, report)
     plugin.thread.start()
     plugin.ready.wait(10)
     try:
@@ -67,8 +75,9 @@ def running(folder: Path, look, *words: str, publish=lambda config, facts, imex:
 
 
 class Running:
-    def __init__(self, argv, look, publish):
+    def __init__(self, argv, look, publish, report=None):
         self.thread = threading.Thread(target=self._main, args=(argv, look, publish), name="plugin")
+        self.report = report
         self.ready = threading.Event()
         self.error: BaseException | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -86,7 +95,9 @@ class Running:
         config = load(argv, {})
         self.loop = asyncio.get_running_loop()
         metrics = Metrics() if config.metrics_address else None
-        self.daemon = Daemon(lambda: load(argv, {}), lambda config: look(), publish, metrics=metrics)
+        self.daemon = Daemon(
+            lambda: load(argv, {}), lambda config: look(), publish, metrics=metrics, report=self.report
+        )
         if metrics:
             self.endpoint = Endpoint(config.metrics_address, self.daemon, metrics)
             await self.endpoint.start()

@@ -108,7 +108,22 @@ def _validated(ids: Sequence[str], resource: Resource, config: Config, sick: Map
             raise AllocationRefused(
                 f"{prefix}: invalid request: unhealthy device: {device.id}: {sick[device.base]}", "FAILED_PRECONDITION"
             )
+    too_few = spread_problem(devices, len(ids), config)
+    if too_few:
+        raise AllocationRefused(f"{prefix}: invalid request: {too_few}", "FAILED_PRECONDITION")
     return devices
+
+
+def spread_problem(devices: Iterable[Device], size: int, config: Config) -> str:
+    """Why these shared devices or MIG devices, of which `size` are wanted, are on too few GPUs; "" where they aren't.
+
+    A minimum of 3 means that 2 devices are on 2 GPUs, and 3 and more on at least 3.
+    """
+    gpus = {device.gpu_uuid for device in devices if device.replicas or device.mig}
+    wanted = min(config.spread_minimum, size)
+    if not gpus or len(gpus) >= wanted:
+        return ""
+    return f"{wanted} different GPUs are wanted for {size} devices (spread-minimum), and there are {len(gpus)}"
 
 
 def _identify(devices: Iterable[Device], config: Config) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpulet.errors import ConfigError
@@ -39,6 +39,7 @@ class Config:
     driver_root_ctr_path: str = "/driver-root"
     mps_root: str = ""
     allocation_policy: str = "distributed"
+    spread_minimum: int = 0
     discovery: str = "auto"
     imex_channel_ids: tuple[int, ...] = ()
     imex_required: bool = False
@@ -54,6 +55,8 @@ class Config:
     enable_healthchecks: str = ""
     health_profile: str = "default"
     state_dir: str = ""
+    node_name: str = ""
+    pod_resources_socket: str = ""
     metrics_address: str = ""
     log_format: str = "text"
     log_level: str = "info"
@@ -138,17 +141,25 @@ def _merged(given: dict[str, Scalar], document: dict[str, Any], path: str) -> Co
     values["mig_patterns"] = read_patterns(resources.get("mig"), "resources.mig")
     values["warnings"] = tuple(_unknown_keys(document, path))
     values["dev_root"] = values.get("dev_root") or values.get("driver_root", "/")
-    return _with_sockets(Config(**values), "kubelet_socket" in given)
+    config = _with_sockets(Config(**values), "kubelet_socket" in given)
+    beside = config.kubelet_socket_dir
+    return replace(
+        config,
+        # a folder of the kubelet's, because it is on the host's disk in every manifest; the kubelet removes files there
+        # when it starts, and leaves folders
+        state_dir=values.get("state_dir", os.path.join(beside, "gpulet")),
+        pod_resources_socket=config.pod_resources_socket
+        or os.path.join(os.path.dirname(beside.rstrip("/")), "pod-resources", "kubelet.sock"),
+    )
 
 
 def _with_sockets(config: Config, socket_given: bool) -> Config:
     """The kubelet looks for a plugin's socket beside its own, so one of the two settings moves both."""
-    changes: dict[str, Any] = {item.name: getattr(config, item.name) for item in fields(config)}
     if config.kubelet_socket_dir and not socket_given:
-        changes["kubelet_socket"] = os.path.join(config.kubelet_socket_dir, "kubelet.sock")
-    elif not config.kubelet_socket_dir:
-        changes["kubelet_socket_dir"] = os.path.dirname(config.kubelet_socket) or KUBELET_DIR
-    return Config(**changes)
+        return replace(config, kubelet_socket=os.path.join(config.kubelet_socket_dir, "kubelet.sock"))
+    if not config.kubelet_socket_dir:
+        return replace(config, kubelet_socket_dir=os.path.dirname(config.kubelet_socket) or KUBELET_DIR)
+    return config
 
 
 def _section(document: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -173,6 +184,8 @@ def _file_value(document: dict[str, Any], option: Option) -> Any:
         return value
     if option.kind == "text" and isinstance(value, str | int | float):
         return str(value).lower() if isinstance(value, bool) else str(value)
+    if option.kind == "count" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
     if option.kind == "seconds" and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
         return float(value)
     if option.kind == "list" and isinstance(value, str):
@@ -188,6 +201,7 @@ _WANTED = {
     "bool": "true or false",
     "text": "a string",
     "seconds": "seconds, more than 0",
+    "count": "a whole number, 0 or more",
     "list": "a list of strings",
     "ints": "a list of numbers",
 }
@@ -217,6 +231,9 @@ def _checked(config: Config) -> Config:
     _choice("invalid --device-id-strategy option", config.device_id_strategy, "uuid", "index")
     _choice("invalid --shared-devices-allocation-policy option", config.allocation_policy,
             "distributed", "packed", "spread")  # fmt: skip
+    if config.spread_minimum and config.allocation_policy != "spread":
+        raise ConfigError("--spread-minimum means nothing under this policy", seen=config.allocation_policy,
+                          remedy="set --shared-devices-allocation-policy=spread")  # fmt: skip
     if config.mps_active and config.mig_strategy == "mixed":
         raise ConfigError("using --mig-strategy=mixed is not supported with MPS", remedy="choose one of the two")
     if config.mps_active and not config.mps_root:

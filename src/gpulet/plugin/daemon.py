@@ -10,19 +10,17 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpulet.errors import ConfigError, GpuletError, NodeError, NvmlError
+from gpulet.errors import GpuletError, NodeError, NvmlError
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin import mps
-from gpulet.plugin.allocate import Surroundings
 from gpulet.plugin.config import Config
-from gpulet.plugin.health import NvmlState
+from gpulet.plugin.generation import Generation, Publish, generation, with_lost
+from gpulet.plugin.health import Notice, NvmlState, XidSeen
 from gpulet.plugin.kubelet import Agent
-from gpulet.plugin.prefer import preference
-from gpulet.plugin.resources import control_nodes, inventory
 from gpulet.plugin.server import Offer
 from gpulet.plugin.wellness import Wellness
 
@@ -32,70 +30,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-IMEX_NODE = "/dev/nvidia-caps-imex-channels/channel"
-
 Load = Callable[[], Config]
 Look = Callable[[Config], NodeFacts]
-Publish = Callable[[Config, NodeFacts, tuple[int, ...]], tuple[str, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What is offered, by resource name, and what was left out and why. kept: UUIDs of GPUs that no longer answer and
-    are still listed, as unhealthy."""
-
-    config: Config
-    facts: NodeFacts
-    offers: Mapping[str, Offer]
-    problems: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-
-
-def imex_channels(config: Config) -> tuple[int, ...]:
-    """The configured channels that exist. Raises ConfigError where one is required and missing."""
-    found = []
-    for channel in config.imex_channel_ids:
-        if any(os.path.exists(root.rstrip("/") + f"{IMEX_NODE}{channel}") for root in (config.lookup_dev_root, "/")):
-            found.append(channel)
-        elif config.imex_required:
-            raise ConfigError(f"requested IMEX channel channel{channel} does not exist", seen=f"{IMEX_NODE}{channel}",
-                              remedy="load nvidia-caps-imex-channels, or turn imex.required off")  # fmt: skip
-        else:
-            log.warning("IMEX channel %d does not exist: not offered", channel)
-    return tuple(found)
-
-
-def with_lost(facts: NodeFacts, before: NodeFacts | None) -> NodeFacts:
-    """The facts with GPUs that don't answer any more as they were before: the kubelet is to see them as unhealthy, not
-    as gone, and whoever has one keeps it on its books."""
-    known = {gpu.index: gpu for gpu in before.gpus} if before else {}
-    answering = {gpu.uuid for gpu in facts.gpus}
-    silent = [known[lost.index] for lost in facts.lost if lost.index in known]
-    silent = [gpu for gpu in silent if gpu.uuid not in answering]
-    return facts.replace(gpus=tuple(sorted([*facts.gpus, *silent], key=lambda gpu: gpu.index)))
-
-
-def generation(config: Config, facts: NodeFacts, publish: Publish, before: NodeFacts | None = None) -> Generation:
-    """One generation, worked out; writes the CDI specs where a strategy needs them. Raises GpuletError."""
-    answering = {gpu.uuid for gpu in facts.gpus}
-    facts = with_lost(facts, before)
-    offered = inventory(facts, config)
-    if config.mps_active:
-        mps.check(offered.resources)
-    imex = imex_channels(config)
-    classes = publish(config, facts, imex) if config.cdi else ()
-    surroundings = Surroundings(control_nodes(config.lookup_dev_root), imex, classes)
-    offers = {}
-    for resource in offered.resources:
-        prefer = preference(resource, facts, config.allocation_policy)
-        offers[resource.name] = Offer(resource, config, surroundings, prefer=prefer)
-    kept = tuple(gpu.uuid for gpu in facts.gpus if gpu.uuid not in answering)
-    return Generation(config, facts, offers, offered.problems, kept)
 
 
 class Daemon:
     """Runs until `stop` is set. load: reads the configuration anew; look: asks the node; publish: writes CDI specs and
-    returns the optional classes that have something in them; session: opens NVML for health events, None: no checks."""
+    returns the optional classes that have something in them; session: opens NVML for health events, None: no checks;
+    report: told what people should know."""
 
     def __init__(
         self,
@@ -104,12 +46,16 @@ class Daemon:
         publish: Publish,
         session: Callable[[Config], Session] | None = None,
         metrics: Metrics | None = None,
+        report: Callable[[Notice], None] | None = None,
     ) -> None:
-        self.wellness = Wellness(session, self._health_changed, metrics.told if metrics else lambda news: None)
-        self._metrics = metrics
+        self._metrics, self._report = metrics, report
+        self.wellness = Wellness(session, self._health_changed, self._told)
+        self._refused = ""  # why the node's or the file's change could not be taken over, said once
+        self.silent: dict[str, str] = {}  # resource -> what its MPS control daemon's trouble is
         self._offering: asyncio.Task[None] | None = None
         self.stop = asyncio.Event()
         self.generation: Generation | None = None
+        self.looked: NodeFacts | None = None  # what the last look found, taken over or not
         self.agents: dict[str, Agent] = {}
         self._load, self._look, self._publish = load, look, publish
         self._failure: BaseException | None = None
@@ -162,25 +108,65 @@ class Daemon:
                 config = self._load()
             except GpuletError as error:
                 log.error("new configuration refused, the last one stays: %s", error)
+                self._say("ConfigRejected", str(error))
         try:
             self.wellness.take_acknowledgements(config)
             facts = await asyncio.to_thread(self._look, config)
+            self.looked = with_lost(facts, self.generation.facts if self.generation else None)
             self.wellness.hear(NvmlState(user="facts"))
             current = self.generation
             before = current.facts if current else None
             if current is None or with_lost(facts, before) != before or config != current.config:
                 await self._adopt(generation(config, facts, self._publish, before))
+            await self._ask_mps()
+            self._refused = ""
         except NvmlError as error:
             log.error("the node's GPUs can't be asked: %s", error)
             self.wellness.hear(NvmlState(str(error), user="facts"))
         except (GpuletError, OSError) as error:
             log.error("the last generation stays: %s", error)
+            self._say("ConfigRejected", str(error) if str(error) != self._refused else "")
+            self._refused = str(error)
             return self.generation.config if self.generation else config
         return config
+
+    def _told(self, news: Notice | XidSeen) -> None:
+        """Health had news: for the metrics, and for people, who look for a GPU by more than its UUID."""
+        if self._metrics:
+            self._metrics.told(news)
+        if self._report and isinstance(news, Notice):
+            gpus = self.generation.facts.gpus if self.generation else ()
+            whose = [f" [GPU {gpu.index}, PCI {gpu.bus_id}, serial {gpu.serial or 'unknown'}, {news.uuid}]"
+                     for gpu in gpus if gpu.uuid == news.uuid]  # fmt: skip
+            self._report(replace(news, text=news.text + "".join(whose)))
+
+    def _say(self, kind: str, text: str) -> None:
+        """Something about the plugin itself that people should know; "" for nothing."""
+        if text:
+            self._told(Notice(kind, "", text))
+
+    async def _ask_mps(self) -> None:
+        """Whether each control daemon still answers: without it no container could compute on what we offer."""
+        silent = {}
+        for name, offer in self.generation.offers.items() if self.generation else ():
+            agent = self.agents.get(name)
+            if mps.shared(offer.resource, offer.config) and agent and agent.state.registered:
+                silent[name] = await mps.problem(name, offer.config)
+        for name, problem in silent.items():
+            if bool(problem) != bool(self.silent.get(name)):
+                kind = "MPSFailed" if problem else "MPSRecovered"
+                log.log(logging.ERROR if problem else logging.INFO, "%s %s: %s", kind, name, problem or "it answers")
+                self._say(kind, f"{name}: {problem or 'the MPS daemon answers again'}")
+        silent = {name: problem for name, problem in silent.items() if problem}
+        if silent != self.silent:
+            self.silent = silent
+            self._health_changed()
 
     async def _adopt(self, new: Generation) -> None:
         for problem in new.problems:
             log.warning("not offered: %s", problem)
+            if self.generation is None or problem not in self.generation.problems:
+                self._say("DeviceNotOffered", problem)
         moved = self.generation is not None and _place(self.generation.config) != _place(new.config)
         for name in list(self._tasks):
             if moved or name not in new.offers:
@@ -197,12 +183,14 @@ class Daemon:
 
     def _with_health(self, new: Generation) -> Mapping[str, Offer]:
         """The offers with what is unhealthy now, which become the generation's."""
-        offers = {
-            name: replace(offer, sick=self.wellness.health.sick(offer.resource.devices))
-            for name, offer in new.offers.items()
-        }
+        offers = {name: replace(offer, sick=self._sick(name, offer)) for name, offer in new.offers.items()}
         self.generation = replace(new, offers=offers)
         return offers
+
+    def _sick(self, name: str, offer: Offer) -> dict[str, str]:
+        devices, silent = offer.resource.devices, self.silent.get(name)
+        alike = {device.base: silent for device in devices if device.replicas} if silent else {}
+        return {**alike, **self.wellness.health.sick(devices)}
 
     def _health_changed(self) -> None:
         """Bring the change to the streams; what comes while one is on its way goes with the next."""
@@ -210,17 +198,16 @@ class Daemon:
             self._offering = asyncio.get_running_loop().create_task(self._offer_health())
 
     async def _offer_health(self) -> None:
-        shown = None
-        while self.generation and shown is not self.wellness.health:
-            shown = self.wellness.health
+        shown: tuple[object, object] = (None, None)
+        while self.generation and (shown[0] is not self.wellness.health or shown[1] is not self.silent):
+            shown = self.wellness.health, self.silent
             for name, offer in self._with_health(self.generation).items():
                 if name in self.agents:
                     await self.agents[name].offer(offer)
 
     def _begin(self, name: str, offer: Offer) -> None:
-        observe, notify = (self._metrics.observe, self._metrics.notify) if self._metrics else (None, None)
-        shared = any(device.replicas for device in offer.resource.devices)
-        gate = partial(mps.problem, name, offer.config) if offer.config.mps_active and shared else None
+        observe, notify = (self._metrics.observe, self._registered) if self._metrics else (None, None)
+        gate = partial(mps.problem, name, offer.config) if mps.shared(offer.resource, offer.config) else None
         agent = Agent(
             offer.config.kubelet_socket_dir,
             offer.config.kubelet_socket,
@@ -233,6 +220,12 @@ class Daemon:
         task = asyncio.get_running_loop().create_task(agent.run(), name=name)
         task.add_done_callback(self._ended)
         self._tasks[name] = task
+
+    def _registered(self, name: str, outcome: str) -> None:
+        if self._metrics:
+            agent = self.agents.get(name)
+            kubelet = agent.state.registered if agent and outcome == "registered" else None
+            self._metrics.notify(name, outcome, kubelet)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """An agent ends only when told to: anything else is a bug, and a daemon that hides it would be worse."""

@@ -151,6 +151,7 @@ class Agent:
         self.endpoint = offer.resource.endpoint
         self.path = os.path.join(folder, self.endpoint)
         self.state = State()
+        self.problem = ""  # why the last attempt to register came to nothing
         self._waiting = False
         self._kubelet_socket = kubelet_socket
         self._offer = offer
@@ -205,6 +206,7 @@ class Agent:
             state = replace(self.state, failures=min(self.state.failures, GATE_DOUBLINGS))
             self.state = failed(state, kubelet, time.monotonic(), random.random())
             log.warning("%s: %s", self.name, problem)
+            self.problem = problem
             self._notify(self.name, "waiting")
             return
         try:
@@ -214,10 +216,12 @@ class Agent:
             reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.RpcError) else str(error)
             self.state = failed(self.state, kubelet, time.monotonic(), random.random())
             log.warning("%s: registration with %s failed: %s", self.name, self._kubelet_socket, reason)
+            self.problem = reason
             self._notify(self.name, "failed")
             return
         # whichever kubelet took us: had another one replaced it meanwhile, the stream's end would tell
         self.state = accepted(self.state, identify(self._kubelet_socket), time.monotonic())
+        self.problem = ""
         log.info("Registered device plugin for '%s' with Kubelet", self.name)
         self._notify(self.name, "registered")
 

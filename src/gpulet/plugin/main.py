@@ -1,4 +1,7 @@
-"""The program gpulet-device-plugin: settings, log, signals, exit codes; the work is in daemon.py."""
+"""The program gpulet-device-plugin: settings, log, signals, exit codes; the work is in daemon.py.
+
+Started under the name mps-control-daemon or config-manager, or with that as its first word, it is that program.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING
 
 from gpulet.errors import GpuletError
 from gpulet.node.gpu import Gpu, NodeFacts
@@ -19,7 +24,12 @@ from gpulet.plugin.daemon import Daemon
 from gpulet.plugin.monitor import Session
 from gpulet.plugin.options import usage
 
+if TYPE_CHECKING:
+    from gpulet.plugin.events import Events
+    from gpulet.plugin.metrics import Metrics
+
 PROGRAM = "gpulet-device-plugin"
+COMPANIONS = ("mps-control-daemon", "config-manager")
 log = logging.getLogger("gpulet.plugin")
 
 
@@ -28,8 +38,12 @@ def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFact
     2 for a wrong command line. look: asks the node for its GPUs; NVML unless given."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of gRPC's own messages reaches us as errors
     words = list(sys.argv[1:] if argv is None else argv)
+    name = os.path.basename(sys.argv[0]) if argv is None else PROGRAM
+    if words and words[0] in COMPANIONS:
+        name = words.pop(0)
+    name = name if name in COMPANIONS else PROGRAM
     if any(word in ("-h", "-help", "--help") for word in words):
-        print(usage(PROGRAM))
+        print(_usage(name))
         return 0
     if any(word in ("-v", "-version", "--version") for word in words):
         from gpulet.version import __version__
@@ -37,42 +51,98 @@ def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFact
         print(__version__)
         return 0
     try:
+        if name == "config-manager":
+            from gpulet.plugin import config_manager
+
+            _start_log("text", "info")
+            return config_manager.run(words, os.environ)
+        if name == "mps-control-daemon":
+            return _mps(words, look or ask_nvml)
         config = load(words, os.environ)
-        _start_log(config)
+        _start_log(config.log_format, config.log_level)
         for warning in config.warnings:
             log.warning("%s", warning)
         log.info("Running with config: %s", json.dumps(_effective(config)))
         asyncio.run(_run(words, config, look or ask_nvml))
     except GpuletError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
+def _usage(name: str) -> str:
+    if name == "config-manager":
+        from gpulet.plugin.config_manager import OPTIONS
+
+        return usage(name, OPTIONS)
+    return usage(name)
+
+
+def _mps(words: list[str], look: Callable[[Config], NodeFacts]) -> int:
+    from gpulet.plugin import mps, mps_daemon
+
+    first = words[:1] if words[:1] == ["mount-shm"] else []
+    flags = words[len(first) :]
+    environ = dict(os.environ)
+    if os.path.isdir(mps.MOUNTED):  # then the host's path of the folder doesn't matter
+        environ.setdefault("MPS_ROOT", mps.MOUNTED)
+    config = load([] if first else flags, environ)
+    _start_log(config.log_format, config.log_level)
+    return mps_daemon.run(words if first else flags, lambda: load([] if first else flags, environ), look)
+
+
 async def _run(words: Sequence[str], config: Config, look: Callable[[Config], NodeFacts]) -> None:
-    metrics = None
+    metrics, events = None, _events(config)
     if config.metrics_address:
-        from gpulet.plugin.metrics import Endpoint, Metrics
+        from gpulet.plugin.endpoint import Endpoint
+        from gpulet.plugin.metrics import Metrics
 
         metrics = Metrics()
     session = open_nvml if look is ask_nvml else None
-    daemon = Daemon(lambda: load(words, os.environ), look, publish_specs, session=session, metrics=metrics)
+    if metrics:
+        look = partial(metrics.counted, "facts", look)
+        session = partial(_counting, metrics, session) if session else None
+    daemon = Daemon(
+        lambda: load(words, os.environ),
+        look,
+        publish_specs,
+        session=session,
+        metrics=metrics,
+        report=events.tell if events else None,
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         loop.add_signal_handler(number, daemon.stop.set)
     loop.add_signal_handler(signal.SIGHUP, daemon.reload)
-    if metrics is None:
-        await daemon.run(config)
-        return
-    endpoint = Endpoint(config.metrics_address, daemon, metrics)
-    await endpoint.start()
+    endpoint = Endpoint(config.metrics_address, daemon, metrics) if metrics else None
     try:
+        if endpoint:
+            await endpoint.start()
         await daemon.run(config)
     finally:
-        await endpoint.stop()
+        if endpoint:
+            await endpoint.stop()
+        if events:
+            events.stop()
+
+
+def _events(config: Config) -> Events | None:
+    """Events of this node, where we are told its name and of an API server."""
+    if not config.node_name or "KUBERNETES_SERVICE_HOST" not in os.environ:
+        return None
+    from gpulet.plugin.apiserver import in_cluster
+    from gpulet.plugin.events import Events
+
+    api = in_cluster(os.environ)
+    if api is None:
+        log.info("no service account's token: health changes become no Events")
+        return None
+    events = Events(api, config.node_name)
+    events.start()
+    return events
 
 
 def ask_nvml(config: Config) -> NodeFacts:
@@ -94,6 +164,14 @@ def open_nvml(config: Config) -> Session:
     from gpulet.node import nvml
 
     return nvml.Session(config.lookup_root)
+
+
+def _counting(metrics: Metrics, open: Callable[[Config], Session], config: Config) -> Session:
+    """A session whose calls are counted."""
+    from gpulet.plugin.monitor import CountedSession
+
+    session = metrics.counted("init", open, config)
+    return CountedSession(session, metrics.counted)
 
 
 def publish_specs(config: Config, facts: NodeFacts, imex: tuple[int, ...]) -> tuple[str, ...]:
@@ -118,13 +196,13 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def _start_log(config: Config) -> None:
+def _start_log(log_format: str, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    handler.setFormatter(_JsonLines() if config.log_format == "json" else text)
+    handler.setFormatter(_JsonLines() if log_format == "json" else text)
     logger = logging.getLogger("gpulet")
     logger.handlers[:] = [handler]
-    logger.setLevel(config.log_level.upper())
+    logger.setLevel(level.upper())
     logger.propagate = False
 
 

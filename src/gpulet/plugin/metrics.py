@@ -1,24 +1,32 @@
-"""What the daemon tells monitoring: /metrics (Prometheus), /healthz and /readyz on one small HTTP server.
+"""What the daemon tells Prometheus. Counters count from the process's start; gauges are taken when asked.
 
-Loaded only where an address is configured. Counters count from the process's start; gauges are taken when asked.
+Loaded only where an address is configured.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from typing import TYPE_CHECKING
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from gpulet.errors import ConfigError
+from gpulet.errors import NodeError, NvmlError
+from gpulet.node import nvml_library, procfs
+from gpulet.node.gpu import NodeFacts
+from gpulet.plugin.allocate import CDI_VENDOR
+from gpulet.plugin.config import Config
 from gpulet.plugin.health import Notice, XidSeen
+from gpulet.plugin.holders import Holder
+from gpulet.plugin.kubelet import Identity
 from gpulet.plugin.xid import CATALOGUE
 
 if TYPE_CHECKING:
     from gpulet.plugin.daemon import Daemon
+    from gpulet.plugin.generation import Generation
 
-MOST_REQUEST_BYTES = 16384
 RPC_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0)
 
 
@@ -37,15 +45,29 @@ class Metrics:
         self.xid_time = Gauge("gpu_xid_last_timestamp_seconds", "When the last Xid came", ["uuid"], registry=registry)
         self.expected = Gauge("gpu_expected", "GPUs that are or were there", registry=registry)
         self.enumerated = Gauge("gpu_enumerated", "GPUs that answered the last look", registry=registry)
-        self.health = Gauge("gpu_health", "1 healthy, 0 not", ["uuid", "pci", "serial", "reason"], registry=registry)
+        self.health = Gauge("gpu_health", "1 healthy, 0 not", ["uuid", "pci", "serial", "reason", "xid"],
+                            registry=registry)  # fmt: skip
+        self.recovery = Gauge("gpu_recovery_action", "nvmlDeviceGpuRecoveryAction_t; -1 unknown", ["uuid"],
+                              registry=registry)  # fmt: skip
+        self.held = Gauge("gpu_allocation_info", "1; a container has this device",
+                          ["uuid", "namespace", "pod", "container", "replica", "mig"], registry=registry)  # fmt: skip
         self.devices = Gauge("dp_devices", "Devices offered", ["resource", "health"], registry=registry)
         self.registered = Gauge("dp_registered", "1 while the kubelet knows it", ["resource"], registry=registry)
         self.streams = Gauge("dp_stream_connected", "ListAndWatch streams", ["resource"], registry=registry)
-        self.checked = Gauge(
-            "dp_last_health_check_timestamp_seconds", "When health was last heard of", registry=registry
-        )
-        self.config = Gauge("dp_config_info", "1; the configuration in force", ["hash"], registry=registry)
-        self.driver = Gauge("driver_info", "1; the driver in force", ["version", "cuda"], registry=registry)
+        self.restarts = Counter("dp_kubelet_restarts_seen", "New kubelets after the first", registry=registry)
+        self.nvml = Counter("dp_nvml_calls", "Steps done with NVML", ["fn", "rc"], registry=registry)
+        self.checked = Gauge("dp_last_health_check_timestamp_seconds", "When health was last heard of",
+                             registry=registry)  # fmt: skip
+        self.config = Gauge("dp_config_info", "1; the configuration in force", ["hash", "key"], registry=registry)
+        self.driver = Gauge("driver_info", "1; the driver in force", ["module_version", "lib_version", "cuda"],
+                            registry=registry)  # fmt: skip
+        self.mismatch = Gauge("driver_mismatch", "1 where the library isn't the module's", registry=registry)
+        self.specs = Gauge("cdi_spec_info", "1; a CDI specification of ours", ["file", "driver", "fingerprint"],
+                           registry=registry)  # fmt: skip
+        self.stale = Gauge("cdi_spec_stale", "1 where the node has changed since it was written", ["file"],
+                           registry=registry)  # fmt: skip
+        self.broken = Gauge("cdi_spec_errors", "Unusable files in the CDI folder", registry=registry)
+        self._kubelet: Identity | None = None
 
     def observe(self, rpc: str, code: str, seconds: float) -> None:
         """A call was answered."""
@@ -63,13 +85,32 @@ class Metrics:
         self.xids.labels(news.uuid, str(news.number), kind, action).inc()
         self.xid_time.labels(news.uuid).set_to_current_time()
 
-    def notify(self, resource: str, outcome: str) -> None:
-        """A registration came out so."""
+    def notify(self, resource: str, outcome: str, kubelet: Identity | None = None) -> None:
+        """A registration came out so. kubelet: the socket of the one that took us."""
         self.registrations.labels(resource, outcome).inc()
+        if kubelet and kubelet != self._kubelet:
+            if self._kubelet:
+                self.restarts.inc()
+            self._kubelet = kubelet
 
-    def text(self, daemon: Daemon) -> bytes:
-        """Everything in Prometheus' text form."""
-        for gauge in (self.health, self.devices, self.registered, self.streams, self.config, self.driver):
+    def counted(self, fn: str, step: Callable[..., Any], *arguments: Any) -> Any:
+        """What a step with NVML gives; counted with NVML's return value, which some steps give as text."""
+        code = 0
+        try:
+            result = step(*arguments)
+            told = re.search(r"\(NVML (\d+)\)", result) if isinstance(result, str) else None
+            code = int(told[1]) if told else 0
+            return result
+        except NodeError as error:
+            code = error.code if isinstance(error, NvmlError) else -1
+            raise
+        finally:
+            self.nvml.labels(fn, str(code)).inc()
+
+    def text(self, daemon: Daemon, held: Sequence[Holder] = ()) -> bytes:
+        """Everything in Prometheus' text form. held: who has which device."""
+        for gauge in (self.health, self.recovery, self.held, self.devices, self.registered, self.streams, self.config,
+                      self.driver, self.specs, self.stale):  # fmt: skip
             gauge.clear()
         self.checked.set(daemon.wellness.heard)
         for name, agent in daemon.agents.items():
@@ -77,89 +118,59 @@ class Metrics:
             self.streams.labels(name).set(agent.streams)
         current = daemon.generation
         if current:
-            self.expected.set(len(current.facts.gpus) + sum(not lost.uuid for lost in current.facts.lost))
-            self.enumerated.set(len(current.facts.gpus) - len(current.kept))
-            self.config.labels(hashlib.sha256(repr(current.config).encode()).hexdigest()[:12]).set(1)
-            self.driver.labels(current.facts.driver, current.facts.cuda).set(1)
-            for gpu in current.facts.gpus:
-                faults = [fault.reason for fault in daemon.wellness.health.faults if fault.uuid == gpu.uuid]
-                reason = faults[0] if faults else daemon.wellness.health.problem
-                self.health.labels(gpu.uuid, gpu.bus_id, gpu.serial, reason).set(0 if reason else 1)
-            for name, offer in current.offers.items():
-                sick = sum(device.base in offer.sick for device in offer.resource.devices)
-                self.devices.labels(name, "Unhealthy").set(sick)
-                self.devices.labels(name, "Healthy").set(len(offer.resource.devices) - sick)
+            self._gpus(daemon, current)
+            self._offers(current, held)
+            self._specs(current.config, current.facts, daemon.looked)
+            self._driver(current.config, current.facts)
         return generate_latest(self.registry)
 
+    def _gpus(self, daemon: Daemon, current: Generation) -> None:
+        self.expected.set(len(current.facts.gpus) + sum(not lost.uuid for lost in current.facts.lost))
+        self.enumerated.set(len(current.facts.gpus) - len(current.kept))
+        for gpu in current.facts.gpus:
+            fault = next((fault for fault in daemon.wellness.health.faults if fault.uuid == gpu.uuid), None)
+            reason = fault.reason if fault else daemon.wellness.health.problem
+            xid = str(fault.xid) if fault and fault.xid else ""
+            self.health.labels(gpu.uuid, gpu.bus_id, gpu.serial, reason, xid).set(0 if reason else 1)
+            self.recovery.labels(gpu.uuid).set(daemon.wellness.recovery.get(gpu.uuid, -1))
 
-def _health(daemon: Daemon) -> list[str]:
-    """What is wrong with the daemon itself."""
-    problem = daemon.wellness.health.problem
-    return [f"NVML: {problem}"] if problem else []
+    def _offers(self, current: Generation, held: Sequence[Holder]) -> None:
+        for name, offer in current.offers.items():
+            sick = sum(device.base in offer.sick for device in offer.resource.devices)
+            self.devices.labels(name, "Unhealthy").set(sick)
+            self.devices.labels(name, "Healthy").set(len(offer.resource.devices) - sick)
+        for one in held:
+            device = current.offers[one.resource].resource.by_id.get(one.device)
+            base, _, replica = one.device.partition("::")
+            gpu = device.gpu_uuid if device else base  # not offered any more, and still somebody's
+            mig = base if base.startswith("MIG-") else ""
+            self.held.labels(gpu, one.namespace, one.pod, one.container, replica, mig).set(1)
 
+    def _specs(self, config: Config, facts: NodeFacts, looked: NodeFacts | None) -> None:
+        """Our files in the CDI folder. Stale is what was written for other facts than the last look found."""
+        from gpulet.injection.cdi_fingerprint import fingerprint
+        from gpulet.injection.cdi_registry import Registry
 
-def _readiness(daemon: Daemon) -> list[str]:
-    """Why GPUs can't be given out now."""
-    if daemon.generation is None:
-        return ["no GPUs found yet"]
-    waiting = [f"{name} isn't registered" for name, agent in daemon.agents.items() if not agent.state.registered]
-    waiting += [
-        f"the kubelet has no stream of {name}"
-        for name, agent in daemon.agents.items()
-        if agent.state.registered and not agent.streams
-    ]
-    return [*_health(daemon), *waiting]
+        if not config.cdi:
+            return
+        made = fingerprint(facts)
+        digest = hashlib.sha256(repr(sorted(made.items())).encode()).hexdigest()[:12]
+        registry = Registry([config.cdi_spec_dir]).load()
+        self.broken.set(len(registry.errors))
+        for spec in registry.specs:
+            name = os.path.basename(spec.path)
+            if name.startswith(CDI_VENDOR):
+                self.specs.labels(name, facts.driver, digest).set(1)
+                self.stale.labels(name).set(looked is not None and fingerprint(looked) != made)
 
-
-class Endpoint:
-    """The HTTP server at "host:port"."""
-
-    def __init__(self, address: str, daemon: Daemon, metrics: Metrics) -> None:
-        host, _, port = address.rpartition(":")
-        if not port.isdigit() or int(port) > 65535:
-            raise ConfigError("invalid --metrics-address option", seen=address, wanted="host:port or :port")
-        self._host, self._port = host.strip("[]") or None, int(port)
-        self._daemon, self._metrics = daemon, metrics
-        self._server: asyncio.Server | None = None
-
-    @property
-    def port(self) -> int:
-        """The port that is listened at."""
-        return int(self._server.sockets[0].getsockname()[1]) if self._server else self._port
-
-    async def start(self) -> None:
-        """Listen. Raises ConfigError where the address can't be had."""
+    def _driver(self, config: Config, facts: NodeFacts) -> None:
+        key = os.path.basename(os.path.realpath(config.config_file)) if config.config_file else ""
+        self.config.labels(hashlib.sha256(repr(config).encode()).hexdigest()[:12], key).set(1)
+        module = procfs.driver_version(config.lookup_root) or facts.driver
         try:
-            self._server = await asyncio.start_server(self._serve, self._host, self._port)
-        except OSError as error:
-            raise ConfigError(f"can't listen at {self._host or ''}:{self._port}", seen=error.strerror) from error
-
-    async def stop(self) -> None:
-        """Stop listening."""
-        if self._server:
-            self._server.close()
-            await self._server.wait_closed()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-            status, kind, body = self._answer(request[:MOST_REQUEST_BYTES].split(b" ", 2))
-            head = (
-                f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-            )
-            writer.write(head.encode() + body)
-            await writer.drain()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # who asks badly gets nothing
-        finally:
-            writer.close()
-
-    def _answer(self, words: list[bytes]) -> tuple[str, str, bytes]:
-        path = words[1].partition(b"?")[0] if len(words) > 1 and words[0] == b"GET" else b""
-        if path == b"/metrics":
-            return "200 OK", "text/plain; version=0.0.4; charset=utf-8", self._metrics.text(self._daemon)
-        if path not in (b"/healthz", b"/readyz"):
-            return "404 Not Found", "text/plain", b"try /metrics, /healthz or /readyz\n"
-        wrong = _health(self._daemon) if path == b"/healthz" else _readiness(self._daemon)
-        body = ("\n".join(wrong or ["ok"]) + "\n").encode()
-        return "503 Service Unavailable" if wrong else "200 OK", "text/plain", body
+            library = os.path.basename(nvml_library.locate(config.lookup_root)).partition(".so.")[2]
+        except NodeError:
+            library = ""
+        library = library if "." in library else ""  # "1" is the name of the interface, no version
+        self.driver.labels(module, library, facts.cuda).set(1)
+        self.mismatch.set(bool(module and library and module != library))

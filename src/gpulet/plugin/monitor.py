@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from gpulet.errors import NodeError
 from gpulet.node.nvml import Event as NvmlEvent
@@ -31,6 +31,30 @@ class Session(Protocol):
     def state(self, uuid: str) -> str: ...
     def recovery(self, uuid: str) -> int: ...
     def close(self) -> None: ...
+
+
+class CountedSession:
+    """A session whose every call goes through `count(name, call, *arguments)`."""
+
+    def __init__(self, session: Session, count: Callable[..., Any]) -> None:
+        self._session, self._count = session, count
+
+    def watch(self, uuids: Sequence[str], mask: int = XID) -> dict[str, str]:
+        refused: dict[str, str] = self._count("watch", self._session.watch, uuids, mask)
+        return refused
+
+    def wait(self, timeout_ms: int) -> NvmlEvent | None:
+        event: NvmlEvent | None = self._count("wait", self._session.wait, timeout_ms)
+        return event
+
+    def state(self, uuid: str) -> str:
+        return str(self._count("state", self._session.state, uuid))
+
+    def recovery(self, uuid: str) -> int:
+        return int(self._count("recovery", self._session.recovery, uuid))
+
+    def close(self) -> None:
+        self._session.close()
 
 
 class Monitor:

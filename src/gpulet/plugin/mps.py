@@ -1,4 +1,7 @@
-"""MPS on the plugin's side: a resource shared through MPS is offered once its control daemon answers."""
+"""MPS on the plugin's side: a resource shared through MPS is offered while its control daemon answers.
+
+Who starts the control daemons is mps_daemon.py, a program of its own: they must outlive the plugin.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from gpulet.plugin.resources import Resource
 
 PROGRAM = "nvidia-cuda-mps-control"
 MOUNTED = "/mps"  # where a container of the plugin has the host's MPS folder
+QUESTION = "get_default_active_thread_percentage"
 ANSWER_TIMEOUT = 5.0  # seconds; a control process that hangs must not hold up anything else
 CLIENTS, CLIENTS_BEFORE_VOLTA = 48, 16  # how many clients one GPU takes (MPS documentation)
 
@@ -30,28 +34,59 @@ def check(resources: tuple[Resource, ...]) -> None:
                 )
 
 
+def shared(resource: Resource, config: Config) -> bool:
+    """Whether an MPS control daemon serves this resource."""
+    return config.mps_active and any(device.replicas for device in resource.devices)
+
+
+def folder(config: Config) -> str:
+    """The folder of all MPS files, as this process sees it."""
+    return MOUNTED if os.path.isdir(MOUNTED) else config.mps_root
+
+
+def find_program(name: str, config: Config) -> tuple[str | None, str]:
+    """(path or None, where it was looked for): beneath the driver root before PATH."""
+    inside = os.path.join(config.lookup_root, "usr/bin")
+    path = shutil.which(name, path=os.pathsep.join([inside, os.environ.get("PATH", os.defpath)]))
+    return path, f"{inside} nor in PATH"
+
+
+def environment(resource: str, config: Config) -> dict[str, str]:
+    """All that a control process gets: the two folders that make it this resource's, and beneath another root the
+    driver's libraries."""
+    root = folder(config)
+    environ = {
+        "CUDA_MPS_PIPE_DIRECTORY": os.path.join(root, resource, "pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": os.path.join(root, resource, "log"),
+    }
+    if config.lookup_root != "/":
+        triplet = f"usr/lib/{os.uname().machine}-linux-gnu"
+        folders = [os.path.join(config.lookup_root, name) for name in (triplet, "usr/lib64", "usr/lib")]
+        environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(os.path.isdir, folders))
+    return environ
+
+
 async def problem(resource: str, config: Config) -> str:
     """ "" where the resource's control daemon answers, else what to wait for."""
-    root = MOUNTED if os.path.isdir(MOUNTED) else config.mps_root
-    pipe, log = (os.path.join(root, resource, name) for name in ("pipe", "log"))
+    environ = environment(resource, config)
+    pipe = environ["CUDA_MPS_PIPE_DIRECTORY"]
+    waiting = f"waiting for the MPS daemon at {pipe}"
     if not os.path.isdir(pipe):
-        return f"waiting for the MPS daemon at {pipe}: the folder isn't there"
-    inside = os.path.join(config.lookup_root, "usr/bin")
-    program = shutil.which(PROGRAM, path=os.pathsep.join([inside, os.environ.get("PATH", os.defpath)]))
+        return f"{waiting}: the folder isn't there"
+    program, where = find_program(PROGRAM, config)
     if program is None:
-        return f"{PROGRAM} is neither in {inside} nor in PATH"
-    environ = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log}
+        return f"{PROGRAM} is neither in {where}"
     process = await asyncio.create_subprocess_exec(
         program, env=environ, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     try:
-        output, _ = await asyncio.wait_for(process.communicate(b"get_default_active_thread_percentage"), ANSWER_TIMEOUT)
+        output, _ = await asyncio.wait_for(process.communicate(QUESTION.encode()), ANSWER_TIMEOUT)
     except TimeoutError:
         process.kill()
         await process.wait()
-        return f"waiting for the MPS daemon at {pipe}: no answer within {ANSWER_TIMEOUT:g} s"
+        return f"{waiting}: no answer within {ANSWER_TIMEOUT:g} s"
     if process.returncode:
         words = " ".join(output.decode(errors="replace").split())
-        return f"waiting for the MPS daemon at {pipe}: {PROGRAM} ended with {process.returncode}: {words}"
+        return f"{waiting}: {PROGRAM} ended with {process.returncode}: {words}"
     return ""

@@ -15,12 +15,12 @@ from gpulet.errors import ConfigError, UsageError
 TRUE = ("1", "t", "T", "TRUE", "true", "True")
 FALSE = ("0", "f", "F", "FALSE", "false", "False")
 
-Scalar = str | bool | float | tuple[str, ...] | tuple[int, ...]
+Scalar = str | bool | int | float | tuple[str, ...] | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One setting. kind: "text", "bool", "seconds", "list" or "ints"; key: its path in the file, "" where none."""
+    """One setting. kind: "text", "bool", "seconds", "count", "list" or "ints"; key: its path in the file, or ""."""
 
     field: str
     kind: str
@@ -30,75 +30,82 @@ class Option:
     help: str
 
 
-def _row(field: str, kind: str, flags: str, environ: str, key: str, text: str) -> Option:
+def row(field: str, kind: str, flags: str, environ: str, key: str, text: str) -> Option:
+    """An Option; flags and variables as words."""
     return Option(field, kind, tuple(flags.split()), tuple(environ.split()), key, text)
 
 
 OPTIONS: tuple[Option, ...] = (
-    _row("mig_strategy", "text", "mig-strategy", "MIG_STRATEGY", "flags.migStrategy",
-         "what to advertise of MIG: none, single, mixed or as-is"),
-    _row("fail_on_init_error", "bool", "fail-on-init-error", "FAIL_ON_INIT_ERROR", "flags.failOnInitError",
-         "end when NVML can't be initialised, instead of waiting for it"),
-    _row("driver_root", "text", "driver-root nvidia-driver-root", "NVIDIA_DRIVER_ROOT GPULET_DRIVER_ROOT",
-         "flags.nvidiaDriverRoot", "where the driver's files are on the host"),
-    _row("dev_root", "text", "dev-root nvidia-dev-root", "NVIDIA_DEV_ROOT", "flags.nvidiaDevRoot",
-         "where the host's dev/ folder is; the driver root by default"),
-    _row("pass_device_specs", "bool", "pass-device-specs", "PASS_DEVICE_SPECS", "flags.plugin.passDeviceSpecs",
-         "name the device nodes in Allocate's answers too"),
-    _row("device_list_strategy", "list", "device-list-strategy", "DEVICE_LIST_STRATEGY",
-         "flags.plugin.deviceListStrategy", "any of envvar, volume-mounts, cdi-annotations, cdi-cri"),
-    _row("device_id_strategy", "text", "device-id-strategy", "DEVICE_ID_STRATEGY", "flags.plugin.deviceIDStrategy",
-         "uuid or index"),
-    _row("device_list_envvar", "text", "device-list-envvar", "DEVICE_LIST_ENVVAR", "flags.plugin.deviceListEnvvar",
-         "(ours) the variable that names a container's devices"),
-    _row("gdrcopy_enabled", "bool", "gdrcopy-enabled", "GDRCOPY_ENABLED", "flags.gdrcopyEnabled", "ask for GDRCopy"),
-    _row("gds_enabled", "bool", "gds-enabled", "GDS_ENABLED", "flags.gdsEnabled", "ask for GPUDirect Storage"),
-    _row("mofed_enabled", "bool", "mofed-enabled", "MOFED_ENABLED", "flags.mofedEnabled", "ask for MOFED devices"),
-    _row("cdi_annotation_prefix", "text", "cdi-annotation-prefix", "CDI_ANNOTATION_PREFIX",
-         "flags.plugin.cdiAnnotationPrefix", "prefix of the CDI annotation's key"),
-    _row("cdi_hook_path", "text", "nvidia-cdi-hook-path nvidia-ctk-path", "NVIDIA_CDI_HOOK_PATH NVIDIA_CTK_PATH",
-         "flags.plugin.nvidiaCTKPath", "the host's path of the program named as hook in CDI specs"),
-    _row("driver_root_ctr_path", "text", "driver-root-ctr-path container-driver-root",
-         "DRIVER_ROOT_CTR_PATH CONTAINER_DRIVER_ROOT", "flags.plugin.containerDriverRoot",
-         "where the driver root is mounted for this process; the driver root itself where that isn't there"),
-    _row("mps_root", "text", "mps-root", "MPS_ROOT", "flags.mpsRoot", "the host's folder of the MPS daemons' files"),
-    _row("allocation_policy", "text", "shared-devices-allocation-policy", "SHARED_DEVICES_ALLOCATION_POLICY",
-         "flags.plugin.sharedDevicesAllocationPolicy", "distributed, packed or (ours) spread, for shared devices"),
-    _row("discovery", "text", "device-discovery-strategy", "DEVICE_DISCOVERY_STRATEGY",
-         "flags.deviceDiscoveryStrategy", "auto, nvml or tegra"),
-    _row("imex_channel_ids", "ints", "imex-channel-ids", "IMEX_CHANNEL_IDS", "imex.channelIDs", "[] or [0]"),
-    _row("imex_required", "bool", "imex-required", "IMEX_REQUIRED", "imex.required",
-         "end when an IMEX channel isn't there"),
-    _row("kubelet_socket", "text", "kubelet-socket", "KUBELET_SOCKET", "",
-         "the kubelet's registration socket; empty: don't register"),
-    _row("kubelet_socket_dir", "text", "kubelet-socket-dir", "KUBELET_SOCKET_DIR", "",
-         "(ours) the folder of kubelet.sock and of the plugin's own sockets"),
-    _row("config_file", "text", "config-file", "CONFIG_FILE", "", "a YAML file with any of these settings"),
-    _row("cdi_feature_flags", "list", "cdi-feature-flags", "CDI_FEATURE_FLAGS", "", "features of CDI specs"),
-    _row("cdi_disable_hooks", "list", "cdi-disable-hooks", "CDI_DISABLE_HOOKS", "", "hooks left out of CDI specs"),
-    _row("cdi_spec_dir", "text", "cdi-spec-dir", "CDI_SPEC_DIR", "", "(ours) where CDI specs are written"),
-    _row("device_filter", "list", "device-filter", "DEVICE_FILTER", "flags.plugin.deviceFilter",
-         "(ours) offer only GPUs that match any of uuid=, index=, pci= or model=PATTERN, and none that match a !one"),
-    _row("refresh_interval", "seconds", "refresh-interval", "REFRESH_INTERVAL", "flags.plugin.refreshInterval",
-         "(ours) seconds between looks at the node's GPUs and at the config file"),
-    _row("disable_healthchecks", "text", "disable-healthchecks", "DP_DISABLE_HEALTHCHECKS", "",
-         "Xids that make nothing unhealthy: numbers, or all"),
-    _row("enable_healthchecks", "text", "enable-healthchecks", "DP_ENABLE_HEALTHCHECKS", "",
-         "Xids that make their GPU unhealthy all the same"),
-    _row("health_profile", "text", "health-profile", "HEALTH_PROFILE", "flags.plugin.healthProfile",
-         "(ours) default: pass over the Xids that the peer does; catalogue: go by NVIDIA's catalogue"),
-    _row("state_dir", "text", "state-dir", "STATE_DIR", "flags.plugin.stateDir",
-         "(ours) where faults are kept across restarts (empty: they aren't); a file well/UUID in it clears a GPU's"),
-    _row("metrics_address", "text", "metrics-address", "METRICS_ADDRESS", "",
-         "(ours) host:port for /metrics, /healthz and /readyz; empty: none"),
-    _row("log_format", "text", "log-format", "LOG_FORMAT", "", "(ours) text or json"),
-    _row("log_level", "text", "log-level", "LOG_LEVEL", "", "(ours) debug, info, warning or error"),
+    row("mig_strategy", "text", "mig-strategy", "MIG_STRATEGY", "flags.migStrategy",
+        "what to advertise of MIG: none, single, mixed or as-is"),
+    row("fail_on_init_error", "bool", "fail-on-init-error", "FAIL_ON_INIT_ERROR", "flags.failOnInitError",
+        "end when NVML can't be initialised, instead of waiting for it"),
+    row("driver_root", "text", "driver-root nvidia-driver-root", "NVIDIA_DRIVER_ROOT GPULET_DRIVER_ROOT",
+        "flags.nvidiaDriverRoot", "where the driver's files are on the host"),
+    row("dev_root", "text", "dev-root nvidia-dev-root", "NVIDIA_DEV_ROOT", "flags.nvidiaDevRoot",
+        "where the host's dev/ folder is; the driver root by default"),
+    row("pass_device_specs", "bool", "pass-device-specs", "PASS_DEVICE_SPECS", "flags.plugin.passDeviceSpecs",
+        "name the device nodes in Allocate's answers too"),
+    row("device_list_strategy", "list", "device-list-strategy", "DEVICE_LIST_STRATEGY",
+        "flags.plugin.deviceListStrategy", "any of envvar, volume-mounts, cdi-annotations, cdi-cri"),
+    row("device_id_strategy", "text", "device-id-strategy", "DEVICE_ID_STRATEGY", "flags.plugin.deviceIDStrategy",
+        "uuid or index"),
+    row("device_list_envvar", "text", "device-list-envvar", "DEVICE_LIST_ENVVAR", "flags.plugin.deviceListEnvvar",
+        "(ours) the variable that names a container's devices"),
+    row("gdrcopy_enabled", "bool", "gdrcopy-enabled", "GDRCOPY_ENABLED", "flags.gdrcopyEnabled", "ask for GDRCopy"),
+    row("gds_enabled", "bool", "gds-enabled", "GDS_ENABLED", "flags.gdsEnabled", "ask for GPUDirect Storage"),
+    row("mofed_enabled", "bool", "mofed-enabled", "MOFED_ENABLED", "flags.mofedEnabled", "ask for MOFED devices"),
+    row("cdi_annotation_prefix", "text", "cdi-annotation-prefix", "CDI_ANNOTATION_PREFIX",
+        "flags.plugin.cdiAnnotationPrefix", "prefix of the CDI annotation's key"),
+    row("cdi_hook_path", "text", "nvidia-cdi-hook-path nvidia-ctk-path", "NVIDIA_CDI_HOOK_PATH NVIDIA_CTK_PATH",
+        "flags.plugin.nvidiaCTKPath", "the host's path of the program named as hook in CDI specs"),
+    row("driver_root_ctr_path", "text", "driver-root-ctr-path container-driver-root",
+        "DRIVER_ROOT_CTR_PATH CONTAINER_DRIVER_ROOT", "flags.plugin.containerDriverRoot",
+        "where the driver root is mounted for this process; the driver root itself where that isn't there"),
+    row("mps_root", "text", "mps-root", "MPS_ROOT", "flags.mpsRoot", "the host's folder of the MPS daemons' files"),
+    row("allocation_policy", "text", "shared-devices-allocation-policy", "SHARED_DEVICES_ALLOCATION_POLICY",
+        "flags.plugin.sharedDevicesAllocationPolicy", "distributed, packed or (ours) spread, for shared devices"),
+    row("discovery", "text", "device-discovery-strategy", "DEVICE_DISCOVERY_STRATEGY",
+        "flags.deviceDiscoveryStrategy", "auto, nvml or tegra"),
+    row("imex_channel_ids", "ints", "imex-channel-ids", "IMEX_CHANNEL_IDS", "imex.channelIDs", "[] or [0]"),
+    row("imex_required", "bool", "imex-required", "IMEX_REQUIRED", "imex.required",
+        "end when an IMEX channel isn't there"),
+    row("kubelet_socket", "text", "kubelet-socket", "KUBELET_SOCKET", "",
+        "the kubelet's registration socket; empty: don't register"),
+    row("kubelet_socket_dir", "text", "kubelet-socket-dir", "KUBELET_SOCKET_DIR", "",
+        "(ours) the folder of kubelet.sock and of the plugin's own sockets"),
+    row("config_file", "text", "config-file", "CONFIG_FILE", "", "a YAML file with any of these settings"),
+    row("cdi_feature_flags", "list", "cdi-feature-flags", "CDI_FEATURE_FLAGS", "", "features of CDI specs"),
+    row("cdi_disable_hooks", "list", "cdi-disable-hooks", "CDI_DISABLE_HOOKS", "", "hooks left out of CDI specs"),
+    row("cdi_spec_dir", "text", "cdi-spec-dir", "CDI_SPEC_DIR", "", "(ours) where CDI specs are written"),
+    row("device_filter", "list", "device-filter", "DEVICE_FILTER", "flags.plugin.deviceFilter",
+        "(ours) offer only GPUs that match any of uuid=, index=, pci= or model=PATTERN, and none that match a !one"),
+    row("refresh_interval", "seconds", "refresh-interval", "REFRESH_INTERVAL", "flags.plugin.refreshInterval",
+        "(ours) seconds between looks at the node's GPUs and at the config file"),
+    row("disable_healthchecks", "text", "disable-healthchecks", "DP_DISABLE_HEALTHCHECKS", "",
+        "Xids that make nothing unhealthy: numbers, or all"),
+    row("enable_healthchecks", "text", "enable-healthchecks", "DP_ENABLE_HEALTHCHECKS", "",
+        "Xids that make their GPU unhealthy all the same"),
+    row("health_profile", "text", "health-profile", "HEALTH_PROFILE", "flags.plugin.healthProfile",
+        "(ours) default: pass over the Xids that the peer does; catalogue: go by NVIDIA's catalogue"),
+    row("state_dir", "text", "state-dir", "STATE_DIR", "flags.plugin.stateDir",
+        "(ours) where faults are kept across restarts: gpulet beside the sockets by default; --state-dir= for "
+        "nowhere; a file well/UUID in it clears a GPU's"),
+    row("node_name", "text", "node-name", "NODE_NAME", "",
+        "(ours) this node's name in the cluster: where it and an API server are known, health changes become Events"),
+    row("pod_resources_socket", "text", "pod-resources-socket", "POD_RESOURCES_SOCKET", "",
+        "(ours) the kubelet's PodResources socket, which tells metrics who has which GPU; pod-resources/kubelet.sock "
+        "beside the sockets' folder by default"),
+    row("metrics_address", "text", "metrics-address", "METRICS_ADDRESS", "",
+        "(ours) host:port for /metrics, /healthz and /readyz; empty: none"),
+    row("log_format", "text", "log-format", "LOG_FORMAT", "", "(ours) text or json"),
+    row("log_level", "text", "log-level", "LOG_LEVEL", "", "(ours) debug, info, warning or error"),
 )  # fmt: skip
 
 
-def read_arguments(argv: Sequence[str]) -> dict[str, Scalar]:
+def read_arguments(argv: Sequence[str], options: Sequence[Option] = OPTIONS) -> dict[str, Scalar]:
     """The command line's settings, field name -> value. Raises UsageError."""
-    rows = {flag: option for option in OPTIONS for flag in option.flags}
+    rows = {flag: option for option in options for flag in option.flags}
     found: dict[str, Scalar] = {}
     rest = list(argv)
     while rest:
@@ -119,11 +126,11 @@ def read_arguments(argv: Sequence[str]) -> dict[str, Scalar]:
     return found
 
 
-def read_environ(environ: Mapping[str, str]) -> dict[str, Scalar]:
+def read_environ(environ: Mapping[str, str], options: Sequence[Option] = OPTIONS) -> dict[str, Scalar]:
     """The environment's settings. A variable that is set to nothing counts as not set (the peer lets an empty
     variable override the file, with "" or false)."""
     found: dict[str, Scalar] = {}
-    for option in OPTIONS:
+    for option in options:
         for name in option.environ:
             if environ.get(name):
                 found[option.field] = convert(option, environ[name], f"environment variable {name}")
@@ -141,6 +148,10 @@ def convert(option: Option, text: str, where: str) -> Scalar:
         return text
     if option.kind == "seconds":
         return _seconds(text, where)
+    if option.kind == "count":
+        if text.isascii() and text.isdigit():
+            return int(text)
+        raise ConfigError(f"{where} is no count", seen=repr(text), wanted="a whole number, 0 or more")
     items = tuple(item.strip() for item in text.split(","))
     if option.kind == "list":
         return tuple(item for item in items if item)
@@ -156,10 +167,10 @@ def _seconds(text: str, where: str) -> float:
     return float(text)
 
 
-def usage(program: str) -> str:
+def usage(program: str, options: Sequence[Option] = OPTIONS) -> str:
     """The text of --help."""
     lines = [f"usage: {program} [--FLAG=VALUE ...]", ""]
-    for option in OPTIONS:
+    for option in options:
         lines.append(f"  --{', --'.join(option.flags)}  [{', '.join(option.environ)}]")
         lines.append(f"        {option.help}")
     return "\n".join([*lines, "", "  --version", "  --help"])

@@ -13,6 +13,7 @@ from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
 from gpulet.plugin.config import Config
 from gpulet.plugin.sharing import PREFIX, Pattern, replicate
 
+TEGRA = "tegra"  # the id of a Tegra's own GPU, which has no UUID
 DISPLAY_ONLY = ("DGX Display", "NVIDIA DGX Display")  # a workstation's own display adapter, no compute device
 
 
@@ -126,7 +127,7 @@ def _whole(gpu: Gpu, source: str) -> Device:
     if source == "wsl":  # one device stands for all GPUs: they can't be told apart inside a container
         return Device("all", "all", "all", 0, "all", ("/dev/dxg",))
     if source == "tegra":
-        return Device("tegra", "tegra", "0", 0, "tegra", arch="0.0")
+        return Device(TEGRA, TEGRA, "0", 0, TEGRA, arch="0.0")
     return Device(gpu.uuid, gpu.uuid, str(gpu.index), gpu.index, gpu.uuid, (f"/dev/nvidia{gpu.minor}",),
                   gpu.numa, gpu.memory, gpu.arch)  # fmt: skip
 

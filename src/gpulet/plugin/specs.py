@@ -10,12 +10,15 @@ import logging
 import os
 from typing import Any
 
-from gpulet.errors import CdiError, ConfigError
-from gpulet.injection import cdi, cdi_modes
+from gpulet.errors import CdiError
+from gpulet.injection import cdi, cdi_modes, csv_files
+from gpulet.injection.cdi_spec import HostPaths
 from gpulet.node import driver
+from gpulet.node.devices import choose_dev_root
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin.allocate import CDI_VENDOR
 from gpulet.plugin.config import Config
+from gpulet.plugin.resources import TEGRA
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +71,8 @@ def _gpu_spec(config: Config, facts: NodeFacts) -> None:
         _remove(config, "gpu")
         return
     if facts.source == "tegra":
-        raise ConfigError("CDI device list strategies aren't supported on Tegra", seen=config.device_list_strategy,
-                          wanted="envvar or volume-mounts")  # fmt: skip
+        _tegra_spec(config)
+        return
     files = driver.find(config.lookup_root, version=facts.driver)
     if facts.source == "wsl":
         spec = cdi_modes.wsl_spec(facts, files, vendor=CDI_VENDOR, hook_path=config.cdi_hook_path)
@@ -89,6 +92,21 @@ def _gpu_spec(config: Config, facts: NodeFacts) -> None:
         gids="no-additional-gids-for-device-nodes" not in config.cdi_feature_flags,
         sockets="disable-ipc-discoverer" not in config.cdi_feature_flags,
     )
+    _drop_hooks(spec, config.cdi_disable_hooks)
+    cdi.write_spec(spec, _path(config, "gpu"))
+
+
+def _tegra_spec(config: Config) -> None:
+    """JetPack's lists as one device, under the name that answers have for it."""
+    lists = csv_files.read(config.lookup_root)
+    found = csv_files.injection(lists, config.lookup_root)
+    dev_root = choose_dev_root(config.lookup_root)
+    paths = HostPaths(config.lookup_root, config.driver_root, dev_root, config.dev_root)
+    spec = csv_files.spec(
+        found, vendor=CDI_VENDOR, cls="gpu", hook_path=config.cdi_hook_path, all_device=False, paths=paths
+    )
+    name = "0" if config.device_id_strategy == "index" else TEGRA
+    spec["devices"] = [{**device, "name": name} for device in spec["devices"]]
     _drop_hooks(spec, config.cdi_disable_hooks)
     cdi.write_spec(spec, _path(config, "gpu"))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin.config import Config
-from gpulet.plugin.health import Acknowledged, Event, Health, Memory, Notice, Policy, XidSeen, read_policy, step
+from gpulet.plugin.health import Acknowledged, Answer, Event, Health, Memory, Notice, Policy, XidSeen, read_policy, step
 from gpulet.plugin.monitor import Monitor, Session
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class Wellness:
     ) -> None:
         self.health = Health()
         self.policy = Policy()
+        self.recovery: dict[str, int] = {}  # UUID -> the recovery action that the driver last asked for
         self.heard = 0.0  # when the last event came, seconds since the epoch
         self._open, self._changed, self._told = open, changed, told
         self._memory: Memory | None = None
@@ -86,6 +87,8 @@ class Wellness:
         self.health, notices = step(before, event, self.policy, self.heard)
         if isinstance(event, XidSeen):
             self._told(event)
+        if isinstance(event, Answer) and not event.silence:
+            self.recovery[event.uuid] = event.recovery
         for notice in notices:
             log.log(logging.INFO if notice.kind.endswith("Recovered") else logging.ERROR,
                     "%s %s: %s", notice.kind, notice.uuid, notice.text)  # fmt: skip

@@ -21,9 +21,11 @@ import grpc
 from gpulet.errors import GpuletError
 from gpulet.plugin.api import deviceplugin_pb2 as pb
 from gpulet.plugin.api import deviceplugin_pb2_grpc as rpc
+from gpulet.plugin.api import podresources_pb2_grpc as podresources_rpc
 from gpulet.sim.allocation import Allocation, merge
 from gpulet.sim.checkpoint import Checkpoint, Entry
 from gpulet.sim.endpoint import Endpoint
+from gpulet.sim.podresources import Held, PodResources
 
 if TYPE_CHECKING:
     from gpulet.sim.pods import Pod
@@ -48,9 +50,10 @@ class ResourceStatus:
 
 
 class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
-    """The device manager of one node, with its sockets and its checkpoint in `folder`."""
+    """The device manager of one node, with its sockets and its checkpoint in `folder`. pod_resources: where to serve
+    the PodResources API too, None for nowhere."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pod_resources: Path | None = None) -> None:
         self.folder = Path(folder)
         self.socket = self.folder / "kubelet.sock"
         self.registrations: list[tuple[str, str]] = []  # (resource, endpoint), every one ever taken
@@ -63,6 +66,8 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         self._devices: dict[str, dict[str, Any]] = {}  # resource -> id -> pb.Device
         self._server: Any = None
         self._running = False
+        self._pod_resources = pod_resources
+        self._pods: dict[str, tuple[str, str]] = {}  # UID -> (namespace, name) of those admitted by `admit`
 
     def start(self) -> None:
         """Delete the folder's sockets, as the real one does, and open the registration service."""
@@ -80,6 +85,11 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="kubelet")
         self._server = grpc.server(self._pool)
         rpc.add_RegistrationServicer_to_server(self, self._server)
+        if self._pod_resources:
+            self._pod_resources.parent.mkdir(parents=True, exist_ok=True)
+            self._pod_resources.unlink(missing_ok=True)
+            podresources_rpc.add_PodResourcesListerServicer_to_server(PodResources(self._held), self._server)
+            self._server.add_insecure_port(f"unix:{self._pod_resources}")
         hidden = self.folder / ".kubelet.sock"  # renamed, so that the socket accepts from the moment it is seen
         self._server.add_insecure_port(f"unix:{hidden}")
         self._server.start()
@@ -179,6 +189,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         """Allocate for each container of a pod, init containers first: container name -> Allocation. Raises
         AdmissionError; then the pod holds nothing."""
         result: dict[str, Allocation] = {}
+        self._pods[pod.uid] = (pod.namespace, pod.name)
         reusable: dict[str, set[str]] = {}
         try:
             for container in [*pod.init_containers, *pod.containers]:
@@ -220,9 +231,22 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
                 self._record(pod_uid, container_name, *answers[-1])
         return merge(answers)
 
+    def _held(self) -> list[Held]:
+        with self._changed:
+            return [
+                (
+                    *self._pods.get(entry.pod_uid, ("default", entry.pod_uid)),
+                    entry.container,
+                    entry.resource,
+                    entry.ids(),
+                )
+                for entry in self._ledger.entries
+            ]
+
     def release(self, pod_uid: str) -> None:
         """A pod is gone: its devices are free again."""
         with self._changed:
+            self._pods.pop(pod_uid, None)
             self._ledger.entries = [entry for entry in self._ledger.entries if entry.pod_uid != pod_uid]
             self._write()
 

@@ -1,0 +1,95 @@
+"""The daemon's HTTP server: /metrics for Prometheus, /healthz and /readyz for the kubelet's probes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from gpulet.errors import ConfigError
+from gpulet.plugin.holders import holders
+
+if TYPE_CHECKING:
+    from gpulet.plugin.daemon import Daemon
+    from gpulet.plugin.metrics import Metrics
+
+MOST_REQUEST_BYTES = 16384
+
+
+def _health(daemon: Daemon) -> list[str]:
+    """What is wrong with the daemon itself."""
+    problem = daemon.wellness.health.problem
+    return [f"NVML: {problem}"] if problem else []
+
+
+def _readiness(daemon: Daemon) -> list[str]:
+    """Why GPUs can't be given out now."""
+    if daemon.generation is None:
+        return ["no GPUs found yet"]
+    waiting = [
+        f"{name} isn't registered" + (f": {agent.problem}" if agent.problem else "")
+        for name, agent in daemon.agents.items()
+        if not agent.state.registered
+    ]
+    waiting += [f"{name}: {problem}" for name, problem in daemon.silent.items()]
+    waiting += [
+        f"the kubelet has no stream of {name}"
+        for name, agent in daemon.agents.items()
+        if agent.state.registered and not agent.streams
+    ]
+    return [*_health(daemon), *waiting]
+
+
+class Endpoint:
+    """The HTTP server at "host:port"."""
+
+    def __init__(self, address: str, daemon: Daemon, metrics: Metrics) -> None:
+        host, _, port = address.rpartition(":")
+        if not port.isdigit() or int(port) > 65535:
+            raise ConfigError("invalid --metrics-address option", seen=address, wanted="host:port or :port")
+        self._host, self._port = host.strip("[]") or None, int(port)
+        self._daemon, self._metrics = daemon, metrics
+        self._server: asyncio.Server | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that is listened at."""
+        return int(self._server.sockets[0].getsockname()[1]) if self._server else self._port
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError where the address can't be had."""
+        try:
+            self._server = await asyncio.start_server(self._serve, self._host, self._port)
+        except OSError as error:
+            raise ConfigError(f"can't listen at {self._host or ''}:{self._port}", seen=error.strerror) from error
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._server:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            status, kind, body = await self._answer(request[:MOST_REQUEST_BYTES].split(b" ", 2))
+            head = (
+                f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            )
+            writer.write(head.encode() + body)
+            await writer.drain()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # who asks badly gets nothing
+        finally:
+            writer.close()
+
+    async def _answer(self, words: list[bytes]) -> tuple[str, str, bytes]:
+        path = words[1].partition(b"?")[0] if len(words) > 1 and words[0] == b"GET" else b""
+        if path == b"/metrics":
+            current = self._daemon.generation
+            held = await holders(current.config, current.offers) if current else []
+            return "200 OK", "text/plain; version=0.0.4; charset=utf-8", self._metrics.text(self._daemon, held)
+        if path not in (b"/healthz", b"/readyz"):
+            return "404 Not Found", "text/plain", b"try /metrics, /healthz or /readyz\n"
+        wrong = _health(self._daemon) if path == b"/healthz" else _readiness(self._daemon)
+        body = ("\n".join(wrong or ["ok"]) + "\n").encode()
+        return "503 Service Unavailable" if wrong else "200 OK", "text/plain", body
