@@ -123,6 +123,7 @@ BINARY_FOLDERS = (
     "/sbin",
     "/bin",
     "/run/current-system/sw/bin",  # NixOS
+    "/usr/libexec/nvidia/tesla/bin",  # Bottlerocket
     "/opt/bin",  # Container-Optimized OS, beneath its driver folder
     "/bin/nvidia",
 )

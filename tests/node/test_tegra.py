@@ -1,0 +1,51 @@
+"""A Tegra without NVML, and GPUs that NVML says are no PCI devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+
+from gpulet.node import nvml, tegra
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [
+        ("# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic\n# more\n", "36.4.3"),
+        ("# R32 (release), REVISION: 7.1", "32.7.1"),
+        ("# R35 (release)", "35"),
+        ("# R35 (release), REVISION:", "35"),
+        ("nothing of the kind", ""),
+        ("", ""),
+    ],
+)
+def test_release_out_of_its_line(tmp_path: Path, text: str, release: str) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nv_tegra_release").write_text(text)
+    assert tegra.release(str(tmp_path)) == release
+
+
+def test_one_gpu_that_is_part_of_the_chip(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    facts = tegra.facts(str(tmp_path))
+    (gpu,) = facts.gpus
+    assert (facts.source, facts.dev_root, facts.driver) == ("tegra", str(tmp_path), "")
+    assert (gpu.index, gpu.minor, gpu.uuid, gpu.bus_id) == (0, -1, "", "")
+
+
+def _raises(code: int) -> Any:
+    def function(*_: object) -> None:
+        raise pynvml.NVMLError(code)
+
+    return function
+
+
+def test_a_gpu_that_is_no_pci_device_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", _raises(pynvml.NVML_ERROR_NOT_SUPPORTED))
+    assert nvml._place(object()) == ("", -1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", _raises(pynvml.NVML_ERROR_GPU_IS_LOST))
+    with pytest.raises(pynvml.NVMLError):
+        nvml._place(object())
