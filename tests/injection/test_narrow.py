@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpulet.injection.model import Injection, Mount, RootfsWork, SymLink
+from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork, SymLink
 from gpulet.injection.narrow import capability_of, narrow
 
 LIB = "/usr/lib/x86_64-linux-gnu"
@@ -48,3 +48,22 @@ def test_a_file_that_is_not_in_the_table_has_no_capability() -> None:
     assert capability_of("/lib/firmware/nvidia/570.86.15/gsp_ga10x.bin") is None
     assert capability_of("/usr/lib/libcuda") is None
     assert capability_of("/usr/lib32/libcuda.so.1") == "compute"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "drm", "left"),
+    [
+        (("compute", "utility"), True, ["/dev/nvidia0"]),
+        (("graphics",), True, ["/dev/nvidia0", "/dev/dri/card0"]),
+        (("display",), True, ["/dev/nvidia0", "/dev/dri/card0"]),
+        (("compute",), False, ["/dev/nvidia0", "/dev/dri/card0"]),
+    ],
+)
+def test_who_does_not_draw_gets_no_nodes_for_drawing(capabilities: tuple[str, ...], drm: bool, left: list[str]) -> None:
+    nodes = tuple(DeviceNode(path, path, 1, 0) for path in ("/dev/nvidia0", "/dev/dri/card0"))
+    links = (SymLink("../card0", "/dev/dri/by-path/pci-0000:19:00.0-card"),)
+    whole = Injection(nodes, rootfs=RootfsWork(links, profile_minors=(0,)))
+    narrowed = narrow(whole, capabilities, drm=drm)
+    assert [node.path for node in narrowed.devices] == left
+    draws = len(left) > 1
+    assert bool(narrowed.rootfs.links) is bool(narrowed.rootfs.profile_minors) is draws

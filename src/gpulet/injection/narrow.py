@@ -18,16 +18,35 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_DRM = "/dev/dri/"
 
-def narrow(injection: Injection, capabilities: Iterable[str]) -> Injection:
-    """The same with the files of these capabilities alone, and without the links that would then lead nowhere."""
+
+def narrow(injection: Injection, capabilities: Iterable[str], *, drm: bool = False) -> Injection:
+    """The same with the files of these capabilities alone, and without the links that would then lead nowhere.
+
+    drm: nodes in /dev/dri are for drawing here; in other vendors' specifications they may be for computing.
+    """
     asked = Capabilities(capabilities)
+    if drm and not asked.graphics:
+        injection = _without_drawing(injection)
     left_out = {mount.path for mount in injection.mounts if not _stays(mount.path, asked)}
     if not left_out:
         return injection
     mounts = tuple(mount for mount in injection.mounts if mount.path not in left_out)
     links = _leading_somewhere(injection.rootfs.links, left_out)
     return injection.replace(mounts=mounts, rootfs=injection.rootfs.replace(links=links))
+
+
+def _without_drawing(injection: Injection) -> Injection:
+    work = injection.rootfs
+    return injection.replace(
+        devices=tuple(node for node in injection.devices if not node.path.startswith(_DRM)),
+        rootfs=work.replace(
+            links=tuple(link for link in work.links if not link.path.startswith(_DRM)),
+            device_links=tuple(link for link in work.device_links if not link.path.startswith(_DRM)),
+            profile_minors=(),
+        ),
+    )
 
 
 def _stays(path: str, asked: Capabilities) -> bool:

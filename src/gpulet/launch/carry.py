@@ -47,12 +47,12 @@ def _libraries(plan: Plan) -> tuple[list[rootfs.Library], dict[str, tuple[str, i
     known = plan.memory.sonames if plan.memory else {}
     unknown = [mount for mount in plan.mounts if mount.path not in known]
     read = rootfs.libraries_of(unknown) if unknown else []
-    sonames = dict(known)
+    sonames = known | {mount.path: ("", 0) for mount in unknown}  # what a loader could do nothing with stays so
     for item in read:
         sonames[f"{item.folder}/{item.name}"] = (item.soname, item.flags)
     libraries = []
     for mount in plan.mounts:
-        if mount.path in sonames:
+        if sonames[mount.path][1]:
             folder, _, name = mount.path.rpartition("/")
             libraries.append(rootfs.Library(folder, name, *sonames[mount.path]))
     return libraries, sonames

@@ -68,7 +68,7 @@ class Memory:
         bound = [mount.source for mount in injection.mounts if mount.type in ("", "bind")]
         states = {path: _state(path) for path in (*looked, *nodes, *bound)}
         young = time.time_ns() - FRESH
-        if any(seen and seen[1] > young for seen in states.values()) or not all(states[path] for path in nodes):
+        if any(seen and seen[1] > young for seen in states.values()):
             return
         content = {
             "key": self._key,
@@ -98,13 +98,14 @@ def _state(path: str) -> list[int] | None:
 
 
 def _said(root: str) -> list[Any]:
-    """What the driver says of itself, its GPUs and their MIG instances, as it stands in /proc (which has no times)."""
-    base = root.rstrip("/") + DRIVER
-    if not os.path.isdir(base):
-        base = DRIVER
+    """What the driver says of itself, its GPUs, MIG instances and majors in /proc, whose files have no times."""
+    proc = root.rstrip("/")
+    if not os.path.isdir(proc + DRIVER):
+        proc = ""
+    base = proc + DRIVER
     gpus = [[name, _text(f"{base}/gpus/{name}/information")] for name in _names(f"{base}/gpus")]
     mig = [[name, _names(f"{base}/capabilities/{name}/mig")] for name in _names(f"{base}/capabilities")]
-    return [_text(f"{base}/version"), gpus, mig]
+    return [_text(f"{base}/version"), _text(f"{proc}/proc/devices"), gpus, mig]
 
 
 def _names(folder: str) -> list[str]:

@@ -124,7 +124,7 @@ def _resolve(names: tuple[str, ...], request: Request, settings: Settings) -> In
         return injection
     from gpulet.injection.narrow import narrow
 
-    return narrow(injection, request.capabilities)
+    return narrow(injection, request.capabilities, drm=all(name.startswith("nvidia.com/") for name in names))
 
 
 def _from_node(request: Request, settings: Settings) -> Found:

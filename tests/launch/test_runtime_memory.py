@@ -1,0 +1,161 @@
+"""What the runtime remembers of a node, and what makes it look again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulet import settings as settings_file
+from gpulet.launch import memory, sources
+from gpulet.launch.memory import Memory
+from gpulet.request.model import Request
+from support.containers import config, container
+from support.machine import Machine
+
+V = "NVIDIA_VISIBLE_DEVICES"
+LIB = "usr/lib/x86_64-linux-gnu"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    made = Machine(tmp_path)
+    if os.geteuid() == 0:
+        for name, minor in (("nvidia0", 0), ("nvidia1", 1), ("nvidiactl", 255)):
+            os.mknod(made.root / "dev" / name, 0o020666, os.makedev(195, minor))
+    configure(made)
+    return made
+
+
+def configure(machine: Machine, rest: str = "", runtime: str = "") -> None:
+    machine.configure(runtime=runtime, rest=f"[gpulet]\nstate-dir = '{machine.folder}/state'\n{rest}")
+
+
+def let_age(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has just changed isn't remembered; here it has been a while."""
+    monkeypatch.setattr(memory, "FRESH", -1_000_000_000_000)
+
+
+def remembered(machine: Machine) -> list[Path]:
+    return sorted((machine.folder / "state" / "requests").glob("*.json"))
+
+
+def answer(machine: Machine, *devices: str, capabilities: tuple[str, ...] = ("compute", "utility")) -> Memory:
+    """Asks the memory; where it knows nothing, works the answer out and has it remembered."""
+    settings = settings_file.load(str(machine.config_file), {})
+    request = Request("environment", devices, capabilities=capabilities)
+    known = Memory(request, "jit-cdi", settings).recall()
+    if known.found is None:
+        found = sources.find(request, "jit-cdi", container(), settings)
+        known.keep(found.injection, found.looked, {"/usr/lib/libcuda.so.1": ("libcuda.so.1", 0x303)})
+    return known
+
+
+def test_what_comes_back_is_what_was_worked_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_age(machine, monkeypatch)
+    assert answer(machine, "0", capabilities=("compute", "graphics")).found is None
+    known = answer(machine, "0", capabilities=("compute", "graphics"))
+    settings = settings_file.load(str(machine.config_file), {})
+    request = Request("environment", ("0",), capabilities=("compute", "graphics"))
+    assert known.found == sources.find(request, "jit-cdi", container(), settings).injection
+    assert known.sonames == {"/usr/lib/libcuda.so.1": ("libcuda.so.1", 0x303)}
+    assert answer(machine, "1").found is None, "another request"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / LIB / "libnvidia-opencl.so.570.86.15").write_bytes(b""),
+        lambda root: os.mknod(root / "dev/nvidia-uvm-tools", 0o020666, os.makedev(510, 1)),
+        lambda root: (root / "dev/nvidia0").chmod(0o600),
+        lambda root: (root / "etc/OpenCL/vendors").mkdir(parents=True),
+        lambda root: (root / "proc/driver/nvidia/version").write_text("NVRM version: 570.86.16\n"),
+        lambda root: (root / "proc/driver/nvidia/gpus/0000:ff:00.0").mkdir(),
+        lambda root: (root / "proc/driver/nvidia/capabilities/gpu0/mig/gi1").mkdir(parents=True),
+        lambda root: (root / LIB / "libcuda.so.570.86.15").write_bytes(b"other"),
+        lambda root: (root / LIB / "libcuda.so.570.86.15").unlink(),
+    ],
+    ids=["library", "node", "node-mode", "folder", "driver", "gpu", "mig", "replaced", "removed"],
+)
+def test_a_change_of_the_node_is_noticed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Any]
+) -> None:
+    let_age(machine, monkeypatch)
+    answer(machine, "0")
+    assert answer(machine, "0").found is not None
+    change(machine.root)
+    settings = settings_file.load(str(machine.config_file), {})
+    request = Request("environment", ("0",), capabilities=("compute", "utility"))
+    assert Memory(request, "jit-cdi", settings).recall().found is None
+
+
+def test_a_change_of_the_configuration_is_noticed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_age(machine, monkeypatch)
+    answer(machine, "0")
+    configure(machine, "capabilities = 'all'\n")
+    assert answer(machine, "0").found is None
+
+
+def test_what_has_just_changed_is_not_remembered(machine: Machine) -> None:
+    machine.create(config(f"{V}=0"))
+    assert remembered(machine) == []
+
+
+def test_nobody_elses_file_and_no_damaged_one_counts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_age(machine, monkeypatch)
+    answer(machine, "0")
+    (path,) = remembered(machine)
+    whole = path.read_text()
+    for damaged in (
+        "",
+        "{}",
+        "[]",
+        whole[:-20],
+        whole.replace('"injection":{', '"injection":{"x":1,').replace("e", ""),
+    ):
+        path.write_text(damaged)
+        assert answer(machine, "0").found is None
+    path.write_text(whole)
+    assert answer(machine, "0").found is not None
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+        assert answer(machine, "0").found is None
+
+
+def test_it_does_not_grow_for_ever(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_age(machine, monkeypatch)
+    monkeypatch.setattr(memory, "MOST", 3)
+    for number in range(9):
+        answer(machine, "0", capabilities=("compute",) * (number + 1))
+        assert len(remembered(machine)) <= 3
+
+
+def test_a_folder_that_cannot_be_made_stops_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_age(machine, monkeypatch)
+    (machine.folder / "state").write_text("")
+    assert answer(machine, "0").found is None
+    assert answer(machine, "0").found is None
+
+
+def test_the_runtime_gives_the_same_from_memory(machine: Machine) -> None:
+    """As a process, on a node that hasn't changed for a while."""
+    import time
+
+    time.sleep(2.1)
+    first = machine.create(config(f"{V}=1"))
+    (path,) = remembered(machine)
+    told = json.loads(path.read_text())
+    cache = (machine.bundle / "rootfs/etc/ld.so.cache").read_bytes()
+    assert told["sonames"]
+    told["injection"]["env"].append(["REMEMBERED", "yes"])
+    path.write_text(json.dumps(told))
+    (machine.bundle / "rootfs/etc/ld.so.cache").unlink()
+    second = machine.create(config(f"{V}=1"))
+    assert second["process"]["env"].pop() == "REMEMBERED=yes"
+    assert second == first
+    assert (machine.bundle / "rootfs/etc/ld.so.cache").read_bytes() == cache
