@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpulet.engines.launchers import PROGRAMS, write_launchers
+from gpulet.engines.launchers import LASTING, PROGRAMS, write_launchers
 from gpulet.errors import ConfigError, UsageError
 
 
@@ -18,23 +18,26 @@ def command(
         bool, typer.Option("--peer-names", help="Also link each under the name of the NVIDIA program it stands in for.")
     ] = False,
 ) -> None:
-    """Write PREFIX/bin/gpulet-runtime, gpulet-hook, gpulet-container-cli and gpulet-cdi-hook."""
+    """Write PREFIX/bin/gpulet-runtime, gpulet-hook, gpulet-container-cli, gpulet-cdi-hook and gpulet-device-plugin."""
+    programs = {program: peer for program, (_module, peer) in (PROGRAMS | LASTING).items()}
+    if prefix == Path():
+        raise UsageError("--prefix", seen="nothing", wanted="a folder, such as /usr/local")
     folder = prefix.absolute() / "bin"
-    if not yes and not typer.confirm(f"Write {', '.join(PROGRAMS)} to {folder}?"):
+    links = {folder / peer: program for program, peer in programs.items()} if peer_names else {}
+    for link in links:  # looked at before anything is written
+        if link.exists() and not link.is_symlink():
+            raise ConfigError(
+                "file in the way", seen=link, wanted="no file of that name", remedy="move NVIDIA's away first"
+            )
+    if not yes and not typer.confirm(f"Write {', '.join(programs)} to {folder}?"):
         raise UsageError("nothing written", remedy="say --yes to write without being asked")
     try:
-        written = write_launchers(folder)
-        for program, path in written.items():
+        for path in write_launchers(folder).values():
             typer.echo(str(path))
-            if peer_names:
-                link = folder / PROGRAMS[program][1]
-                if link.exists() and not link.is_symlink():
-                    raise ConfigError(
-                        "file in the way", seen=link, wanted="no file of that name", remedy="move NVIDIA's away first"
-                    )
-                link.unlink(missing_ok=True)
-                link.symlink_to(program)
-                typer.echo(f"{link} -> {program}")
+        for link, program in links.items():
+            link.unlink(missing_ok=True)
+            link.symlink_to(program)
+            typer.echo(f"{link} -> {program}")
     except OSError as error:
         raise ConfigError(
             "can't write", seen=f"{error.filename}: {error.strerror}", remedy="choose another --prefix or become root"

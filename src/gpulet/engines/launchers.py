@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import compileall
 import os
+import shlex
 import sys
 import sysconfig
 from pathlib import Path
 
 import gpulet
-from gpulet.errors import ConfigError
 
 # program -> (module, the peer's program that it stands in for)
 PROGRAMS = {
@@ -25,24 +25,29 @@ PROGRAMS = {
     "gpulet-cdi-hook": ("gpulet.launch.cdi_hook", "nvidia-cdi-hook"),
 }
 
+# programs that live long and load libraries as usual: only their interpreter is fixed
+LASTING = {"gpulet-device-plugin": ("gpulet.plugin.main", "nvidia-device-plugin")}
+
 # Linux reads at most 256 bytes of a "#!" line, the newline included (BINPRM_BUF_SIZE, linux/binfmts.h)
 SHEBANG_LIMIT = 255
 
 
+def first_lines(interpreter: str, flags: str) -> str:
+    """The lines that start the interpreter: a #! line, or where its path doesn't fit one, a shell that becomes it."""
+    shebang = f"#!{interpreter} {flags}"
+    if len(shebang.encode()) <= SHEBANG_LIMIT and not set(interpreter) & set(" \t\n'\""):
+        return shebang + "\n"
+    # to the shell this is a command, and to Python, which reads the same file, a string
+    command = f'exec\' {shlex.quote(interpreter)} {flags} "$0" "$@"'
+    return f"#!/bin/sh\n'''{command}\n' '''\n"
+
+
 def launcher_text(module: str, interpreter: str = sys.executable) -> str:
     """The text of one launcher: isolated interpreter, gpulet's folder first, its libraries' folder last."""
-    shebang = f"#!{interpreter} -IS"
-    if len(shebang.encode()) > SHEBANG_LIMIT or " " in interpreter:
-        raise ConfigError(
-            "interpreter",
-            seen=interpreter,
-            wanted=f"a path without blanks that fits a #! line of {SHEBANG_LIMIT} bytes",
-            remedy="install gpulet in a folder with a shorter path",
-        )
     source = str(Path(gpulet.__file__).resolve().parent.parent)
     libraries = sysconfig.get_paths()["purelib"]
     return (
-        f"{shebang}\n"
+        f"{first_lines(interpreter, '-IS')}"
         "import gc, os, sys\n"
         "gc.disable()\n"
         f"sys.path.insert(0, {source!r})\n"
@@ -55,14 +60,23 @@ def launcher_text(module: str, interpreter: str = sys.executable) -> str:
     )
 
 
+def lasting_text(module: str, interpreter: str = sys.executable) -> str:
+    """The text for a program that lives long: isolated from the caller's environment, with `site`."""
+    return f"{first_lines(interpreter, '-I')}import sys\nfrom {module} import main\nsys.exit(main())\n"
+
+
 def write_launchers(folder: Path) -> dict[str, Path]:
     """Writes every launcher into a folder, each aside and renamed, mode 0755; gives program -> path."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        folder.chmod(0o755)  # whatever the umask: engines may run as other users
+    texts = {program: launcher_text(module) for program, (module, _peer) in PROGRAMS.items()}
+    texts |= {program: lasting_text(module) for program, (module, _peer) in LASTING.items()}
     written = {}
-    for program, (module, _peer) in PROGRAMS.items():
+    for program, text in texts.items():
         path = folder / program
         aside = folder / f".{program}.{os.getpid()}"
-        aside.write_text(launcher_text(module))
+        aside.write_text(text)
         aside.chmod(0o755)
         aside.rename(path)
         written[program] = path

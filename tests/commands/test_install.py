@@ -1,0 +1,31 @@
+"""`gpulet install`: what it writes, and that it writes nothing where it can't write all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpulet.commands.main import main
+from gpulet.engines.launchers import LASTING, PROGRAMS
+
+
+def test_writes_launchers_and_links(tmp_path: Path) -> None:
+    assert main(["install", "--prefix", str(tmp_path), "--yes", "--peer-names"]) == 0
+    for program, (_module, peer) in (PROGRAMS | LASTING).items():
+        assert (tmp_path / "bin" / program).is_file()
+        assert (tmp_path / "bin" / peer).readlink() == Path(program)
+
+
+def test_a_peers_file_in_the_way_stops_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bin").mkdir()
+    peer = tmp_path / "bin" / "nvidia-cdi-hook"
+    peer.write_text("NVIDIA's own")
+    assert main(["install", "--prefix", str(tmp_path), "--yes", "--peer-names"]) == 1
+    assert str(peer) in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "bin").iterdir()] == ["nvidia-cdi-hook"]
+
+
+def test_no_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["install", "--prefix", "", "--yes"]) == 2
+    assert "--prefix" in capsys.readouterr().err

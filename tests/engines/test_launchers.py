@@ -1,0 +1,59 @@
+"""Launchers start the right program with the right interpreter, isolated, whatever their path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpulet.engines.launchers import LASTING, PROGRAMS, first_lines, write_launchers
+from gpulet.version import __version__
+
+
+def test_every_program_starts(tmp_path: Path) -> None:
+    written = write_launchers(tmp_path / "bin")
+    assert set(written) == set(PROGRAMS) | set(LASTING)
+    assert all(path.stat().st_mode & 0o777 == 0o755 for path in written.values())
+    for program in ("gpulet-container-cli", "gpulet-device-plugin"):
+        result = subprocess.run([written[program], "--version"], capture_output=True, text=True, check=True)
+        assert __version__ in result.stdout
+
+
+def test_the_callers_environment_does_not_reach_the_program(tmp_path: Path) -> None:
+    """PYTHONPATH, PYTHONSTARTUP and the current folder are an image's or a user's to choose."""
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    for name in ("gc.py", "os.py", "gpulet.py", "sitecustomize.py"):
+        (evil / name).write_text("raise SystemExit('taken over')\n")
+    written = write_launchers(tmp_path / "bin")
+    environment = {**os.environ, "PYTHONPATH": str(evil), "PYTHONHOME": str(evil), "PYTHONINSPECT": "1"}
+    for program in ("gpulet-container-cli", "gpulet-device-plugin"):
+        result = subprocess.run(
+            [written[program], "--version"], cwd=evil, env=environment, capture_output=True, text=True, check=True
+        )
+        assert "taken over" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("folder", ["with a blank", "x" * 200 + "/" + "y" * 100, "it's"])
+def test_an_interpreter_on_any_path(tmp_path: Path, folder: str) -> None:
+    interpreter = tmp_path / folder / "python"
+    interpreter.parent.mkdir(parents=True)
+    interpreter.symlink_to(sys.executable)
+    program = tmp_path / "program"
+    program.write_text(f"{first_lines(str(interpreter), '-IS')}import sys\nprint(sys.argv[1:], sys.flags.isolated)\n")
+    program.chmod(0o755)
+    result = subprocess.run([program, "a b", "c"], capture_output=True, text=True, check=True)
+    assert result.stdout == "['a b', 'c'] 1\n"
+
+
+def test_a_hardened_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        written = write_launchers(tmp_path / "bin")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "bin").stat().st_mode & 0o777 == 0o755
+    assert all(path.stat().st_mode & 0o777 == 0o755 for path in written.values())
