@@ -21,6 +21,17 @@ from gpulet.sim.cgroups import hierarchies
 UNIFIED = Path("/sys/fs/cgroup/unified")
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# linux/capability.h: what making device nodes, and runc for an ordinary container, can't do without
+NEEDED = {
+    "CAP_CHOWN": 0,
+    "CAP_DAC_OVERRIDE": 1,
+    "CAP_SETGID": 6,
+    "CAP_SETUID": 7,
+    "CAP_NET_ADMIN": 12,
+    "CAP_SYS_CHROOT": 18,
+    "CAP_SYS_ADMIN": 21,
+    "CAP_MKNOD": 27,
+}
 
 
 def enter(low_level: str) -> str:
@@ -31,6 +42,9 @@ def enter(low_level: str) -> str:
     """
     if os.geteuid() != 0:
         return "device nodes, mounts and namespaces are root's: run it as root (sudo)"
+    missing = lacking(Path("/proc/self/status").read_text(), Path("/proc/self/uid_map").read_text())
+    if missing:
+        return missing
     if shutil.which(low_level) is None:
         return f"no {low_level} in PATH: apt-get install {os.path.basename(low_level)}"
     try:
@@ -47,6 +61,16 @@ def enter(low_level: str) -> str:
     if os.path.basename(low_level) == "crun":
         _pure_cgroups()
     return ""
+
+
+def lacking(status: str, uid_map: str) -> str:
+    """What root lacks here for containers with device nodes, "" for nothing. Formats: proc_pid_status(5),
+    user_namespaces(7)."""
+    if uid_map.split() != ["0", "0", "4294967295"]:
+        return "root of a user namespace may make no device nodes: run it as the machine's root"
+    held = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0)
+    names = [name for name, number in NEEDED.items() if not held >> number & 1]
+    return f"root lacks {', '.join(names)}: run it outside a restricted container" if names else ""
 
 
 def _probe() -> None:

@@ -1,0 +1,54 @@
+"""The demo's folder: gone afterwards, swept where its demo was killed, left alone where it lives."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulet.errors import EngineError
+from gpulet.sim.workplace import PREFIX, sweep, workplace
+
+
+@pytest.fixture(autouse=True)
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="gp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_gone_afterwards(temporary: Path) -> None:
+    with workplace(keep=False) as folder:
+        (folder / "file").touch()
+        assert folder.parent == temporary
+    assert not list(temporary.iterdir())
+
+
+def test_kept(temporary: Path) -> None:
+    with workplace(keep=True) as folder:
+        pass
+    sweep(temporary)
+    assert list(temporary.iterdir()) == [folder]
+
+
+def test_sweep_takes_the_dead_and_leaves_the_living(temporary: Path) -> None:
+    dead, foreign = temporary / f"{PREFIX}dead", temporary / "gpulet-other"
+    dead.mkdir()
+    foreign.mkdir()
+    link = temporary / f"{PREFIX}link"
+    link.symlink_to(foreign)
+    with workplace(keep=False) as living:
+        sweep(temporary)
+        assert living.is_dir() and not dead.exists() and foreign.is_dir() and link.is_symlink()
+
+
+def test_too_long_for_sockets(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = temporary / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(EngineError, match="TMPDIR"), workplace(keep=False):
+        pass
+    assert not os.listdir(long)
