@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import urllib.error
-import urllib.request
 
 import pytest
 
@@ -210,26 +208,17 @@ def test_eight_thousand_devices_arrive_at_once(folder, kubelet):
         kubelet.allocate("p", "c", {GPU: 3})
 
 
-def get(port: int, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
 def test_metrics_and_probes(folder, kubelet):
     with plugin.running(folder, lambda: facts(2), "--metrics-address=127.0.0.1:0") as running:
         kubelet.wait_for(GPU, 2)
         port = running.endpoint.port
-        plugin.until(lambda: get(port, "/readyz") == (200, "ok\n"))
+        plugin.until(lambda: plugin.get(port, "/readyz") == (200, "ok\n"))
         kubelet.allocate("p", "c", {GPU: 1})
         with pytest.raises(AdmissionError):
             kubelet.allocate("p", "d", {GPU: 2})
         hear(running, XidSeen(gpu_uuid(0), 79), XidSeen(gpu_uuid(0), 79))
         kubelet.wait_for(GPU, 1)
-        status, text = get(port, "/metrics")
+        status, text = plugin.get(port, "/metrics")
         lines = text.splitlines()
         assert status == 200
         assert f'gpu_xid_total{{action="reboot",class="bus",uuid="{gpu_uuid(0)}",xid="79"}} 2.0' in lines
@@ -241,10 +230,10 @@ def test_metrics_and_probes(folder, kubelet):
         assert "gpu_expected 2.0" in lines
         assert any(line.startswith("gpu_health{") and "Xid 79" in line and line.endswith(" 0.0") for line in lines)
         hear(running, NvmlState("NVML is gone"))
-        plugin.until(lambda: get(port, "/healthz") == (503, "NVML: NVML is gone\n"))
+        plugin.until(lambda: plugin.get(port, "/healthz") == (503, "NVML: NVML is gone\n"))
         kubelet.stop()
-        plugin.until(lambda: "no stream" in get(port, "/readyz")[1])
-        assert get(port, "/other")[0] == 404
+        plugin.until(lambda: "no stream" in plugin.get(port, "/readyz")[1])
+        assert plugin.get(port, "/other")[0] == 404
 
 
 def test_a_bug_in_an_agent_ends_the_daemon_aloud(folder, kubelet, monkeypatch):

@@ -11,6 +11,8 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 from gpulet.plugin.config import load
@@ -124,3 +126,13 @@ def until(condition, timeout: float = 10.0):
         assert time.monotonic() < deadline, "not within the time"
         time.sleep(0.005)
     return result
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    """Status and text of the daemon's HTTP answer."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()

@@ -110,10 +110,11 @@ class Link:
     def __init__(self, path: str) -> None:
         self.path = path
         self._told: object = None
+        self._began = False
 
     def lead_to(self, target: str) -> bool:
         """Point it there. True where the programs have something to be told: another file, or another content."""
-        first = self._told is None
+        first, self._began = not self._began, True
         changed = not os.path.exists(self.path) or os.path.realpath(self.path) != os.path.realpath(target)
         if changed:
             aside = f"{self.path}.new"

@@ -126,7 +126,7 @@ class Control:
         program, where = mps.find_program(name, self.config)
         if program is None:
             raise NodeError(f"{name} is neither in {where}", remedy="look at --driver-root")
-        about = f"{name} {' '.join(words) or told!r}"
+        about = f"{name} {' '.join(words) or repr(told)}"
         try:
             done = subprocess.run(
                 [program, *words], env=self.environ, input=told.encode(), capture_output=True, timeout=TIMEOUT
@@ -223,7 +223,7 @@ def run(words: Sequence[str], load: Callable[[], Config], look: Callable[[Config
     """Until a signal: 0. `mount-shm` as first word does that alone. Raises GpuletError where the start fails."""
     if words[:1] == ["mount-shm"]:
         if len(words) > 1:
-            raise UsageError(f"{PROGRAM} mount-shm takes no arguments", seen=words[1])
+            raise UsageError("mount-shm takes no arguments", seen=words[1])
         mount_shm(mps.folder(load()), memory_kib())
         return 0
     stop, wake = threading.Event(), threading.Event()

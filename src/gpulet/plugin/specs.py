@@ -86,7 +86,6 @@ def _gpu_spec(config: Config, facts: NodeFacts) -> None:
         cls="gpu",
         names=(config.device_id_strategy,),
         hook_path=config.cdi_hook_path,
-        all_device=False,
         host_root=config.driver_root,
         host_dev_root=config.dev_root,
         gids="no-additional-gids-for-device-nodes" not in config.cdi_feature_flags,

@@ -1,0 +1,239 @@
+"""The MPS control daemons: what they are told, how they die and come back. Recording programs stand in for NVIDIA's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpulet.errors import NodeError
+from gpulet.plugin import mps, mps_daemon
+from gpulet.plugin.config import Config, load
+from gpulet.plugin.resources import inventory
+from gpulet.plugin.sharing import Shared, Sharing
+from gpulet.sim import node as simulated
+from gpulet.sim.kubelet import Kubelet
+from support import plugin_process as plugin
+from support.hand_made import facts, gpu, gpu_uuid
+
+GPU = "nvidia.com/gpu"
+CONTROL = """#!/bin/sh
+# A control daemon is alive while its control file says so; what it is told is kept.
+cd "$CUDA_MPS_PIPE_DIRECTORY" || exit 1
+if [ "$1" = -d ]; then
+    grep -q alive control 2>/dev/null && exit 1
+    echo alive > control; echo "start $(env | grep -vc -e ^PWD= -e ^OLDPWD= -e ^_= -e ^SHLVL=)" >> {log}; echo up >> "$CUDA_MPS_LOG_DIRECTORY/control.log"
+    exit 0
+fi
+grep -q alive control || {{ echo "Cannot find MPS control daemon process" >&2; exit 1; }}
+told=$(cat)
+echo "$told" >> {log}
+[ "$told" = quit ] && rm control
+exit 0
+"""
+SMI = """#!/bin/sh
+echo "smi $*" >> {log}
+"""
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder with both programs in PATH; `log` has what they were told."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in ((mps.PROGRAM, CONTROL), ("nvidia-smi", SMI)):
+        (programs / name).write_text(text.format(log=tmp_path / "log"))
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    (tmp_path / "log").touch()
+    write(tmp_path, 3)
+    return tmp_path
+
+
+def write(folder, replicas):
+    sharing = f"sharing: {{mps: {{resources: [{{name: gpu, replicas: {replicas}}}]}}}}" if replicas else ""
+    (folder / "c.yaml").write_text(f"flags: {{mpsRoot: {folder / 'mps'}}}\n{sharing}\n")
+
+
+def words(site):
+    return ["--config-file", str(site / "c.yaml")]
+
+
+def told(site):
+    lines = (site / "log").read_text().splitlines()
+    return [line for line in lines if line != mps.QUESTION]
+
+
+def service(site, node):
+    return mps_daemon.Service(lambda: load(words(site), {}), lambda config: node)
+
+
+def test_limits_of_each_replica():
+    config = Config(mps=Sharing((Shared(GPU, 3),), True), mps_root="/m")
+    (resource,) = inventory(facts(gpu(0), gpu(4, memory=0), gpu(5, memory=(10 << 30) + 1)), config).resources
+    assert mps_daemon.plan(resource).commands == (
+        "set_default_device_pinned_mem_limit 0 27306M",
+        "set_default_device_pinned_mem_limit 5 3413M",
+        "set_default_active_thread_percentage 33",
+    )
+
+
+def test_only_some_gpus_shared():
+    sharing = Sharing((Shared(GPU, 4, f"{GPU}.shared", ("1",)),), True)
+    resources = inventory(facts(3), Config(mps=sharing, mps_root="/m")).resources
+    shared = [resource for resource in resources if mps.shared(resource, Config(mps=sharing, mps_root="/m"))]
+    assert [resource.name for resource in shared] == [f"{GPU}.shared"]
+    assert mps_daemon.plan(shared[0]).uuids == (gpu_uuid(1),)
+    assert mps_daemon.plan(shared[0]).commands[-1] == "set_default_active_thread_percentage 25"
+
+
+def test_started_told_and_ended(site):
+    daemons = service(site, facts(2))
+    daemons.follow()
+    assert told(site) == [
+        f"smi -i {gpu_uuid(0)} -c EXCLUSIVE_PROCESS",
+        f"smi -i {gpu_uuid(1)} -c EXCLUSIVE_PROCESS",
+        "start 2",  # no variable but the two
+        "set_default_device_pinned_mem_limit 0 27306M",
+        "set_default_device_pinned_mem_limit 1 27306M",
+        "set_default_active_thread_percentage 33",
+    ]
+    root = site / "mps"
+    assert (root / ".ready").exists() and (root / GPU / ".started").exists()
+    before = told(site)
+    daemons.follow()
+    assert told(site) == before
+    daemons.stop()
+    assert told(site)[len(before) :] == ["quit", *(f"smi -i {gpu_uuid(n)} -c DEFAULT" for n in (0, 1))]
+    assert not (root / ".ready").exists() and not (root / GPU / ".started").exists()
+    assert not (root / GPU / "log").exists()
+
+
+def test_one_that_dies_is_started_again(site, caplog):
+    daemons = service(site, facts(1))
+    daemons.follow()
+    (site / "mps" / GPU / "pipe" / "control").write_text("dead")
+    daemons.follow()
+    assert [line[:5] for line in told(site)].count("start") == 2
+    assert "the MPS daemon of nvidia.com/gpu has died, starting it again" in caplog.text
+    assert "Cannot find MPS control daemon process" in caplog.text
+
+
+def test_one_that_already_runs_is_taken_over(site):
+    """After this program was killed: the clients of a running daemon must not lose it."""
+    service(site, facts(1)).follow()
+    daemons = service(site, facts(1))
+    daemons.follow()
+    assert [line[:5] for line in told(site)].count("start") == 1
+    assert told(site).count("set_default_active_thread_percentage 33") == 2
+
+
+def test_another_configuration(site):
+    daemons = service(site, facts(1))
+    daemons.follow()
+    write(site, 5)
+    daemons.follow()
+    assert told(site)[-1] == "set_default_active_thread_percentage 20"
+    assert "quit" in told(site)
+    write(site, 0)
+    daemons.follow()
+    assert daemons.controls == {}
+    assert told(site)[-1] == f"smi -i {gpu_uuid(0)} -c DEFAULT"
+
+
+def test_what_cannot_be_started_is_no_readiness(site):
+    (site / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho no permission >&2\nexit 4\n")
+    daemons = service(site, facts(1))
+    with pytest.raises(NodeError, match=r"nvidia-smi -i GPU-.* of nvidia.com/gpu ended with 4: no permission"):
+        daemons.follow()
+    assert not (site / "mps" / ".ready").exists()
+    daemons.stop()
+
+
+def test_a_program_that_hangs(site, monkeypatch):
+    monkeypatch.setattr(mps_daemon, "TIMEOUT", 0.2)
+    (site / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(NodeError, match="timed out"):
+        service(site, facts(1)).follow()
+
+
+def test_a_dead_daemon_makes_its_devices_unhealthy_until_it_answers(site):
+    """C56's other half: what was offered and can't be used any more."""
+    service(site, facts(2)).follow()
+    control = site / "mps" / GPU / "pipe" / "control"
+    with (
+        plugin.short_folder() as folder,
+        Kubelet(folder) as kubelet,
+        plugin.running(folder, lambda: facts(2), *words(site), refresh_every=0.1) as running,
+    ):
+        kubelet.wait_for(GPU, 6)
+        control.write_text("dead")
+        assert kubelet.wait_for(GPU, 0).capacity == 6
+        assert "waiting for the MPS daemon at" in running.daemon.silent[GPU]
+        control.write_text("alive")
+        kubelet.wait_for(GPU, 6)
+        assert len(kubelet.registrations) == 1
+
+
+def test_c56_waiting_for_the_mps_daemon_is_said_and_no_crash(site):
+    with (
+        plugin.short_folder() as folder,
+        Kubelet(folder) as kubelet,
+        plugin.running(folder, lambda: facts(2), *words(site), "--metrics-address=127.0.0.1:0") as running,
+    ):
+        plugin.until(lambda: "waiting for the MPS daemon" in plugin.get(running.endpoint.port, "/readyz")[1])
+        status, text = plugin.get(running.endpoint.port, "/readyz")
+        assert status == 503
+        assert f"waiting for the MPS daemon at {site}/mps/nvidia.com/gpu/pipe" in text
+        assert kubelet.resources() == {}
+        service(site, facts(2)).follow()
+        kubelet.wait_for(GPU, 6)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("cc") is None, reason="a simulated node needs root and cc")
+def test_the_program_on_a_simulated_node():
+    with plugin.short_folder() as folder:
+        node = simulated.create(folder / "node", "t4x1")
+        write(folder, 4)
+        command = [sys.executable, "-m", "gpulet.plugin.mps_daemon", "--driver-root", str(node.root)]
+        process = subprocess.Popen([*command, "--refresh-interval=0.2", *words(folder)])
+        try:
+            plugin.until((folder / "mps" / ".ready").exists)
+            lines = (folder / "mps" / GPU / "log" / "control.log").read_text().splitlines()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+    assert lines[0] == "start"
+    assert lines[1].startswith("set_default_device_pinned_mem_limit 0 ") and lines[1].endswith("M")
+    assert lines[2] == "set_default_active_thread_percentage 25"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
+def test_mount_shm(tmp_path):
+    try:
+        for _ in range(2):
+            mps_daemon.mount_shm(str(tmp_path), 65793468)
+            found = [
+                line.split() for line in Path("/proc/mounts").read_text().splitlines() if f" {tmp_path}/shm " in line
+            ]
+            (row,) = found
+            assert row[0] == "shm" and row[2] == "tmpfs"
+            assert {"nosuid", "nodev", "noexec", "relatime", "size=32896736k"} <= set(row[3].split(","))
+    finally:
+        subprocess.run(["umount", tmp_path / "shm"], check=True)
+
+
+def test_arguments_of_mount_shm(site):
+    done = subprocess.run(
+        [sys.executable, "-m", "gpulet.plugin.main", "mps-control-daemon", "mount-shm", "--x"], capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "mps-control-daemon: mount-shm takes no arguments: --x\n"
