@@ -25,7 +25,7 @@ def run(node: Path, *arguments: str) -> typer.testing.Result:
     return typer.testing.CliRunner().invoke(system.app, command)
 
 
-def test_missing_are_made_right_ones_stay_dangling_ones_are_replaced(node: Path) -> None:
+def test_c28_missing_are_made_right_ones_stay_dangling_ones_are_replaced(node: Path) -> None:
     char = node / "dev/char"
     char.mkdir()
     (char / "195:0").symlink_to("../nvidia0")

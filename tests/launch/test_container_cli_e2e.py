@@ -13,6 +13,7 @@ import pytest
 from gpulet.sim import node as sim
 from gpulet.sim.inject import inject
 from gpulet.sim.node import SimNode
+from gpulet.sim.nvmlfile import ci_cap, gi_cap
 from support.namespaced import mounts, namespaced
 from support.real_container import Bundle, config
 
@@ -153,17 +154,22 @@ def test_who_partitions_gpus_sees_the_capabilities_as_they_come(bundle: Bundle, 
     assert "nvidia-cap2'" in refused[0]
 
 
-def test_a_slice_is_all_that_its_container_sees(bundle: Bundle, tmp_path: Path) -> None:
+def test_c53_a_slice_is_all_that_its_container_sees(bundle: Bundle, tmp_path: Path) -> None:
     node = sim.create(tmp_path / "mig", "h100x8", gpus=2, mig=["gpu0: 1g.10gb x2"])
     hook = bundle.hook("prestart", configure(bundle, node, "--device=0:1 --compute --utility"))
     seen = probed(bundle.run(config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]})))
     assert len([gpu for gpu in seen["nvml"] if gpu["uuid"].startswith("MIG-")]) == 1
-    assert len([path for path in seen["devices"] if "/nvidia-caps/" in path]) == 2
+    mig = node.gpus[0].mig[1]
+    caps = (gi_cap(0, mig.gi), ci_cap(0, mig.gi, mig.ci))
+    assert {path for path in seen["devices"] if "nvidia" in path} == {
+        *(f"/dev/{name}" for name in ("nvidia0", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")),
+        *(f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in caps),
+    }
     assert 1 in seen["denied"]
 
 
 @pytest.mark.parametrize("libc", ["musl", "none"])
-def test_images_without_glibc_start_and_see_their_nodes(tmp_path: Path, node: SimNode, libc: str) -> None:
+def test_c42_c43_images_without_glibc_start_and_see_their_nodes(tmp_path: Path, node: SimNode, libc: str) -> None:
     if libc == "musl" and not list(Path("/lib").glob("ld-musl-*")):
         pytest.skip("musl is not installed")
     bundle = Bundle(tmp_path, libc)
@@ -176,7 +182,7 @@ def test_images_without_glibc_start_and_see_their_nodes(tmp_path: Path, node: Si
     assert ("ld.so.cache" in done.stdout) is (libc == "none")
 
 
-def test_a_read_only_container_starts(bundle: Bundle, node: SimNode) -> None:
+def test_c44_a_read_only_container_starts(bundle: Bundle, node: SimNode) -> None:
     hook = bundle.hook("prestart", configure(bundle, node, "--device=2 --compute --utility"))
     seen = probed(bundle.run(config(["/usr/bin/gpulet-probe"], hooks={"prestart": [hook]}, root={"readonly": True})))
     assert seen["libraries"]["libcuda.so.1"]

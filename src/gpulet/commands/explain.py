@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,7 +73,8 @@ def explain_require(
     if not wanted:
         raise UsageError("nothing to explain", wanted="an expression or --image-env FILE")
     settings = settings_file.load(config or None)
-    judged = [judge(expression, subject) for expression in wanted for subject in subjects(settings)]
+    against = subjects(settings, nvml=any(name in text.lower() for name in ("arch", "brand") for text in wanted))
+    judged = [judge(expression, subject) for expression in wanted for subject in against]
     if as_json:
         typer.echo(json.dumps({"ok": all(one["holds"] for one in judged), "expressions": judged}, indent=2))
     else:
@@ -81,10 +83,19 @@ def explain_require(
         raise typer.Exit(1)
 
 
-def subjects(settings: Settings) -> list[Subject]:
-    """What expressions are held against: this node, once for each kind of GPU it has."""
+def subjects(settings: Settings, *, nvml: bool = False) -> list[Subject]:
+    """What expressions are held against: this node, once for each kind of GPU it has.
+
+    nvml: ask NVML, which alone knows a GPU's brand and architecture; a container's start may not have the time.
+    """
+    facts = None
+    if nvml:
+        from gpulet.node import nvml as library
+
+        with contextlib.suppress(NodeError):
+            facts = library.facts(settings.driver_root(), links=False)
     try:
-        facts = procfs.facts(settings.driver_root())
+        facts = facts or procfs.facts(settings.driver_root())
     except NodeError:
         return [Subject()]
     found = [Subject(facts.cuda or None, facts.driver or None, g.arch or None, g.brand or None) for g in facts.gpus]

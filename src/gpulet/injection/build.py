@@ -31,6 +31,7 @@ ALL = ("all",)
 _CAPABILITIES = "/proc/driver/nvidia/capabilities"
 _FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 _SOCKET_OPTIONS = ("nosuid", "nodev", "noexec", "rbind", "rprivate")
+_CONSUMER = ("GEFORCE", "TITAN")
 GATED = {  # request -> beginnings of the device nodes' paths, mounts (kind, path) that come with them
     "gds": (("/dev/nvidia-fs",), ("/run/udev", "/etc/cufile.json")),
     "mofed": (("/dev/infiniband/uverbs", "/dev/infiniband/rdma_cm"), ()),
@@ -84,6 +85,15 @@ def _mounts(files: DriverFiles, capabilities: Capabilities, layout: Layout, sock
 # -- the parts of an injection --
 
 
+def forward_compatible(gpus: Iterable[Gpu]) -> bool:
+    """Whether an image's newer libcuda may run on all of these GPUs: on consumer GPUs CUDA ends with error 804.
+
+    By brand where NVML told it, else by the model's name. The lists of brands (nvmlBrandType_t) in such libraries
+    themselves leave out the same ones.
+    """
+    return not any(name in f"{gpu.brand} {gpu.name}".upper() for gpu in gpus for name in _CONSUMER)
+
+
 def common(
     facts: NodeFacts,
     files: DriverFiles,
@@ -98,8 +108,9 @@ def common(
     asked = Capabilities(capabilities)
     nodes = tuple(control_nodes(Nodes(facts, dev_root), asked))
     placed = _mounts(files, asked, layout or Layout(), sockets, mps)
+    able = asked.compute_libraries and (not facts.gpus or any(forward_compatible([gpu]) for gpu in facts.gpus))
     rootfs = placed.rootfs.replace(
-        host_driver=(facts.driver or files.version) if asked.compute_libraries else "", freeze_device_nodes=True
+        host_driver=(facts.driver or files.version) if able else "", freeze_device_nodes=True
     )
     return Injection(nodes, placed.mounts, _environment(placed.mounts), gids_of(nodes), rootfs=rootfs)
 
@@ -266,4 +277,7 @@ def build(
         gated(facts, request.gated, root=files.root, dev_root=dev_root),
         _mig_management(facts, request, selection, dev_root),
     ]
-    return merge(parts)
+    whole = merge(parts)
+    if forward_compatible(selection.gpus):
+        return whole
+    return whole.replace(rootfs=whole.rootfs.replace(host_driver=""))

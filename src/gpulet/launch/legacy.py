@@ -64,7 +64,7 @@ def beyond_the_cli(request: Request, settings: Settings) -> Injection:
         found = build.device(facts, build.select(facts, request.devices), ("graphics",))
         nodes = tuple(node for node in found.devices if node.path.startswith("/dev/dri/"))
         parts.append(Injection(nodes, rootfs=RootfsWork(found.rootfs.links)))
-    if compat:
+    if compat and build.forward_compatible(build.select(facts, request.devices).gpus):
         parts.append(Injection(rootfs=RootfsWork(host_driver=facts.driver)))
     return build.merge(parts)
 
