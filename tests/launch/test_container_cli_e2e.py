@@ -57,6 +57,39 @@ def test_a_live_container_gets_its_gpus_and_no_other(bundle: Bundle, node: SimNo
     assert mounts() == before
 
 
+# beginning of the path -> the flags of every mount there; those of /proc/driver/nvidia are in injection/test_live.py,
+# as a kernel without the driver has no such folder
+FLAGS = {
+    "/usr/": {"ro", "nosuid", "nodev"},
+    "/lib/firmware/": {"ro", "nosuid", "nodev"},
+    "/dev/nvidia": {"ro", "nosuid", "noexec"},
+    "/run/": {"rw", "nosuid", "nodev", "noexec"},
+    "/tmp/nvidia-mps": {"rw", "nosuid", "nodev", "noexec"},
+    "/etc/nvidia/nvidia-application-profiles-rc.d": {"ro", "nosuid", "nodev", "noexec"},  # a file system of our own
+    "/etc/": {"ro", "nosuid", "nodev"},
+}
+
+
+def test_every_mount_has_the_flags_of_its_kind(bundle: Bundle, node: SimNode) -> None:
+    """... and is private, so that nothing mounted below it later comes to the host or from it."""
+    everything = "--compute --utility --video --graphics --display --ngx"
+    hook = bundle.hook("prestart", configure(bundle, node, f"--device=all {everything}"))
+    plain = bundle.run(config(["/bin/cat", "/proc/self/mountinfo"])).stdout
+    done = bundle.run(config(["/bin/cat", "/proc/self/mountinfo"], hooks={"prestart": [hook]}))
+    assert done.returncode == 0, done.stderr
+    before = {line.split()[4] for line in plain.splitlines()}
+    kinds = set()
+    for line in done.stdout.splitlines():
+        fields = line.split()
+        point, flags, optional = fields[4], set(fields[5].split(",")), fields[6 : fields.index("-")]
+        if point not in before:
+            kind = next(kind for kind in FLAGS if point.startswith(kind))
+            kinds.add(kind)
+            assert flags & {"ro", "rw", "nosuid", "nodev", "noexec"} == FLAGS[kind], line
+            assert not [word for word in optional if word.startswith("shared")], line
+    assert kinds >= FLAGS.keys() - {"/tmp/nvidia-mps"}
+
+
 @pytest.mark.parametrize("hierarchy", ["v1", "v2"])
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
 def test_rules_on_each_hierarchy(bundle: Bundle, node: SimNode, runtime: str, hierarchy: str) -> None:
