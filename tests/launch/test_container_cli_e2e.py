@@ -62,7 +62,7 @@ def test_a_live_container_gets_its_gpus_and_no_other(bundle: Bundle, node: SimNo
 FLAGS = {
     "/usr/": {"ro", "nosuid", "nodev"},
     "/lib/firmware/": {"ro", "nosuid", "nodev"},
-    "/dev/nvidia": {"ro", "nosuid", "noexec"},
+    "/dev/": {"ro", "nosuid", "noexec"},
     "/run/": {"rw", "nosuid", "nodev", "noexec"},
     "/tmp/nvidia-mps": {"rw", "nosuid", "nodev", "noexec"},
     "/etc/nvidia/nvidia-application-profiles-rc.d": {"ro", "nosuid", "nodev", "noexec"},  # a file system of our own
