@@ -184,7 +184,8 @@ def test_tegra_lists_become_nodes_mounts_and_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "highest"),
     [("podman=4.2", "0.4.0"), ("podman=4.9.3", "0.6.0"), ("containerd=1.7", "0.5.0"), ("cri-o=1.28", "0.5.0"),
-     ("docker=28.3.1", "0.8.0"), ("docker=27.0.3", "0.7.0"), ("containerd=2.3", "1.1.0"), ("podman=6", "0.8.0"), ("0.5.0", "0.5.0"), ("v1.0.0", "1.0.0")],
+     ("docker=28.3.1", "0.8.0"), ("docker=27.0.3", "0.7.0"), ("containerd=2.3", "1.1.0"),
+     ("podman=6", "0.8.0"), ("0.5.0", "0.5.0"), ("v1.0.0", "1.0.0")],
 )  # fmt: skip
 def test_limits(target: str, highest: str) -> None:
     assert cdi_targets.limit(target) == highest

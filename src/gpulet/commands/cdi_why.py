@@ -22,6 +22,7 @@ def explain(name: str, engine: str = "", folders: tuple[str, ...] = ()) -> dict[
     registry = Registry(scanned)
     lines = [*_folders(scanned), *_files(registry)]
     found = _name(name, registry)
+    lines += _shadowed(registry, name)
     if registry.source(name):
         problems = [*_limit(registry, name, engine), *_use(registry, name)]
     else:
@@ -64,6 +65,12 @@ def _name(name: str, registry: Registry) -> list[str]:
     except CdiError as error:
         return [str(error), "a qualified name has the form vendor/class=device"]
     return []
+
+
+def _shadowed(registry: Registry, name: str) -> list[str]:
+    used = registry.source(name)
+    others = [file.path for file in registry.specs if used and name in dict(file.qualified()) and file.path != used]
+    return [f"{path} defines it too, but {os.path.dirname(used)} has priority" for path in others]
 
 
 def _limit(registry: Registry, name: str, engine: str) -> list[str]:
