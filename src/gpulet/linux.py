@@ -76,7 +76,10 @@ class _Libc:
         import _ctypes
 
         class Long(_ctypes._SimpleCData):  # type: ignore[type-arg]
-            _type_ = "l"  # through varargs a plain int would pass as 32 bits
+            _type_ = "l"
+
+        class Word(_ctypes._SimpleCData):  # type: ignore[type-arg]
+            _type_ = "P"  # a pointer takes ints, bytes and None; without a type an int would pass as 32 bits
 
         class Function(_ctypes.CFuncPtr):
             _flags_ = _ctypes.FUNCFLAG_CDECL | _ctypes.FUNCFLAG_USE_ERRNO
@@ -90,20 +93,21 @@ class _Libc:
 
         self._handle = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # None is this program itself
         self._symbol = _ctypes.dlsym
-        self._long, self._int, self._function, self.char = Long, Int, Function, Char
+        self._word, self._int, self._function, self.char = Word, Int, Function, Char
         self.errno = _ctypes.get_errno
         self.address = _ctypes.addressof
         self._known: dict[str, Any] = {}
 
     def call(self, function: str, *args: int | bytes | None, name: object = None) -> int:
-        """Calls a function. Raises OSError, with `name`, where it answers less than 0."""
+        """Calls a function, which always takes as many arguments. Raises OSError, with `name`, where it answers less
+        than 0."""
         if function not in self._known:
             found: Any = self._function(self._symbol(self._handle, function))
+            found.argtypes = (self._word,) * len(args)
             if function != "syscall":
                 found.restype = self._int
             self._known[function] = found
-        wide = [self._long(arg) if isinstance(arg, int) else arg for arg in args]
-        result: int = self._known[function](*wide)
+        result: int = self._known[function](*args)
         if result < 0:
             number = self.errno()
             raise OSError(number, os.strerror(number), name)
@@ -111,6 +115,7 @@ class _Libc:
 
 
 _loaded: list[_Libc] = []
+_UNUSED = (0,) * 6  # as many arguments as a system call has
 
 
 def _libc() -> _Libc:
@@ -121,7 +126,7 @@ def _libc() -> _Libc:
 
 def syscall(number: int, *args: int | bytes | None, name: object = None) -> int:
     """A system call by number; bytes are passed as a pointer to them. name is for the error."""
-    return _libc().call("syscall", number, *args, name=name)
+    return _libc().call("syscall", number, *args, *_UNUSED[len(args) :], name=name)
 
 
 class Space:
