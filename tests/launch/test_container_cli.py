@@ -314,10 +314,16 @@ class TestConfigure:
     def test_dry_run_does_nothing(self, cli, image: Path) -> None:  # type: ignore[no-untyped-def]
         with namespaced(image) as pid:
             before = mounts(pid)
-            code, out, _ = cli(f"configure --dry-run --device=0 --utility --pid={pid} {image}")
+            code, out, _ = cli(f"configure --dry-run=json --device=0 --utility --pid={pid} {image}")
+            told = cli(f"configure --dry-run --device=0 --utility --pid={pid} {image}")
             assert mounts(pid) == before
+            assert cli(f"configure --dry-run=x --device=0 --pid={pid} {image}")[0] == 1
         plan = json.loads(out[0])
-        assert code == 0
+        assert code == told[0] == 0
+        words = [line.split()[:2] for line in told[1]]
+        assert [path for kind, path in words if kind == "device"] == ["/dev/nvidiactl", "/dev/nvidia0"]
+        assert [path for kind, path in words if kind == "mount"] == [mount["path"] for mount in plan["mounts"]]
+        assert [line for line in told[1] if line.startswith("allow")] == ["allow   c 195:255 rw", "allow   c 195:0 rw"]
         assert [node["path"] for node in plan["devices"]] == ["/dev/nvidiactl", "/dev/nvidia0"]
 
     @pytest.mark.parametrize(

@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 
 MOST_REQUIREMENTS = 32
 # option -> its values, the default first
-CHOICES = {"cuda-compat-mode": ("mount", "ldconfig", "disabled"), "loader-cache": ("native", "ldconfig")}
+CHOICES = {
+    "cuda-compat-mode": ("mount", "ldconfig", "disabled"),
+    "loader-cache": ("native", "ldconfig"),
+    "dry-run": ("text", "json"),
+}
 TRIPLETS = {"x86_64": ("x86_64-linux-gnu", "i386-linux-gnu"), "aarch64": ("aarch64-linux-gnu", "arm-linux-gnueabihf")}
 
 
@@ -49,9 +53,7 @@ def run(call: Call) -> int:
     layout = layout_of(pid, rootfs)
     injection, rules = injection_of(call, request, layout)
     if call.given("dry-run"):
-        from gpulet import codec
-
-        print(codec.dumps(injection.to_data()).decode())
+        _tell(call, injection, rules)
         return 0
     from gpulet.injection import live
 
@@ -74,6 +76,19 @@ def run(call: Call) -> int:
         raise Failure(_category(error), error) from error
     _write_log(log, (*call.told, *done))
     return 0
+
+
+def _tell(call: Call, injection: Injection, rules: tuple[tuple[int, int], ...]) -> None:
+    if call.last("dry-run") == "json":
+        from gpulet import codec
+
+        print(codec.dumps(injection.to_data()).decode())
+        return
+    from gpulet.launch import cli_plan
+
+    cgroups, devbind = not call.given("no-cgroups"), not call.given("no-devbind")
+    for line in cli_plan.lines(injection, rules, cgroups=cgroups, devbind=devbind):
+        print(line)
 
 
 def _category(error: InjectionError) -> str:
@@ -122,7 +137,7 @@ def request_of(call: Call) -> Request:
     if len(requirements) > MOST_REQUIREMENTS:
         raise Failure("input error", "too many requirements")
     for option, choices in CHOICES.items():
-        value = call.last(option, choices[0])
+        value = call.last(option) or choices[0]
         if value not in choices:
             raise Failure("input error", f"invalid {option}: {value} (one of {', '.join(choices)})")
     return Request(
@@ -239,10 +254,10 @@ def _require(request: Request, facts: NodeFacts, call: Call) -> None:
 
     selection = selected(facts, list(request.devices))
     gpus = list(selection.gpus) + [gpu for gpu in facts.gpus if gpu.index in {mig.gpu for mig in selection.migs}]
-    known = {"cuda": facts.cuda or None, "driver": facts.driver or None}
-    subjects = [requirements.Subject(arch=gpu.arch or None, brand=gpu.brand or None, **known) for gpu in gpus]
+    node = requirements.Subject(facts.cuda or None, facts.driver or None)
+    subjects = [node.replace(arch=gpu.arch or None, brand=gpu.brand or None) for gpu in gpus]
     try:
-        requirements.check(request.requirements, subjects or [requirements.Subject(**known)])
+        requirements.check(request.requirements, subjects or [node])
     except RequestError as error:
         raise Failure("requirement error", error) from error
 

@@ -65,7 +65,7 @@ CONFIGURE = (
     *DROPS,
     Option("no-cntlibs", help="Don't use the container's forward-compatibility libraries"),
     Option("cuda-compat-mode", "", REQUIRED, "mount, ldconfig or disabled", "MODE"),
-    Option("dry-run", help="Print what would be done, as JSON, and do nothing"),
+    Option("dry-run", "", OPTIONAL, "Print what would be done, as text or json, and do nothing", "FORMAT"),
 )
 COMMANDS = {
     "info": (INFO, "", "Report information about the driver and devices."),
