@@ -88,6 +88,11 @@ def test_every_setting_has_its_flag_in_its_place(machine: Machine) -> None:
     assert machine.environment("cli")["PATH"] == "/p"
 
 
+def test_ldconfig_is_run_only_where_configured(machine: Machine) -> None:
+    tail = composed(machine, f"{V}=0", rest="[gpulet]\nloader-cache = 'ldconfig'\n")
+    assert tail == [*LIKE, "--loader-cache=ldconfig", "--device=0", "--compute", "--utility"]
+
+
 def test_mounts_in_the_hook(machine: Machine) -> None:
     top = "accept-nvidia-visible-devices-as-volume-mounts = true"
     tail = composed(machine, f"{V}=all", top=top, mounts=("GPU-1", "imex/3"))
