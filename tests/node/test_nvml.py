@@ -124,8 +124,8 @@ def test_the_library_is_no_library(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "told", "remedy"),
     [
-        (9, "bound to", "modprobe nvidia"),
-        (18, r"library 570\.86\.15, kernel module 570\.86\.15", "reload the kernel module"),
+        (9, r"doesn't reach.*bound to nvidia, module 570\.86\.15", "nvidia-modprobe -c 0"),
+        (18, r"library 570\.86\.15, kernel module 570\.86\.15 by their files", "reload the kernel module"),
         (4, "no permission", "device cgroup"),
         (15, "a GPU is lost", "reset the GPU"),
         (999, "999", "nvidia-smi"),
@@ -145,6 +145,27 @@ def test_no_gpu_on_the_bus_is_not_a_missing_module(tmp_path: Path) -> None:
     (tmp_path / "sys/bus/pci/devices").mkdir(parents=True)
     error = nvml_errors.init_failed(9, "Driver Not Loaded", str(tmp_path), "libnvidia-ml.so.1")
     assert "no NVIDIA device on the PCI bus" in str(error) and "passed through" in str(error)
+
+
+@pytest.mark.parametrize(("driver", "bound"), [("", "no driver"), ("nouveau", "nouveau")])
+def test_a_module_that_is_not_loaded(tmp_path: Path, driver: str, bound: str) -> None:
+    device = tmp_path / "sys/bus/pci/devices/0000:19:00.0"
+    tree.write(device / "vendor", "0x10de\n")
+    tree.write(device / "class", "0x030200\n")
+    if driver:
+        tree.link(device / "driver", f"../../../bus/pci/drivers/{driver}")
+    error = nvml_errors.init_failed(9, "Driver Not Loaded", str(tmp_path), "libnvidia-ml.so.1")
+    assert f"0000:19:00.0 bound to {bound} (wanted bound to nvidia)" in str(error)
+    assert "modprobe nvidia" in str(error) and error.code == 9
+
+
+def test_two_versions_are_both_told(tmp_path: Path) -> None:
+    tree.create(tmp_path)
+    library = tmp_path / "usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"
+    library.unlink()
+    tree.link(library, "libnvidia-ml.so.580.1.2")
+    error = nvml_errors.init_failed(18, "Driver/library version mismatch", str(tmp_path), str(library))
+    assert "library 580.1.2, kernel module 570.86.15 (wanted the same version)" in str(error)
 
 
 def test_a_slow_nvml_delays_procfs_not_at_all(tmp_path: Path) -> None:

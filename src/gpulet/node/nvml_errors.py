@@ -36,6 +36,14 @@ def _not_loaded(root: str) -> NvmlError:
             remedy="check lspci; on a virtual machine, that the GPU is passed through",
         )
     bound = ", ".join(f"{address} bound to {driver or 'no driver'}" for address, driver in gpus)
+    if any(driver == "nvidia" for _address, driver in gpus):
+        return NvmlError(
+            "NVML doesn't reach the NVIDIA kernel module",
+            code=DRIVER_NOT_LOADED,
+            seen=f"{bound}, module {driver_version(root) or 'of unknown version'}",
+            wanted="/dev/nvidiactl of the module that runs",
+            remedy="run: nvidia-modprobe -c 0, and read dmesg",
+        )
     return NvmlError(
         "NVIDIA kernel module not loaded",
         code=DRIVER_NOT_LOADED,
@@ -55,7 +63,8 @@ def _no_permission(root: str) -> NvmlError:
                 code=NO_PERMISSION,
                 seen=f"{seen}, we are uid {os.geteuid()}",
                 wanted="read and write",
-                remedy="run as root or join the group, or let the device cgroup have it",
+                remedy="run as root or join the group, let the device cgroup have it, or look at the nvidia module's "
+                "parameter NVreg_DeviceFileMode",
             )
     return NvmlError(
         "no permission to use the GPUs",
@@ -73,10 +82,12 @@ def init_failed(code: int, text: str, root: str, library: str) -> NvmlError:
         return _no_permission(root)
     if code == VERSION_MISMATCH:
         real = os.path.basename(os.path.realpath(library)).partition(".so.")[2]
+        module = driver_version(root)
         return NvmlError(
             "driver library and kernel module differ in version",
             code=code,
-            seen=f"library {real or library}, kernel module {driver_version(root) or 'unknown'}",
+            seen=f"library {real or library}, kernel module {module or 'unknown'}"
+            + (" by their files, but NVML says otherwise" if real == module else ""),
             wanted="the same version",
             remedy="reload the kernel module (rmmod nvidia; modprobe nvidia) or reboot",
         )
