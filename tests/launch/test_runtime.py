@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from gpulet.injection import cdi
+from gpulet.node import driver, procfs
 from support.containers import UID, config, pod
 from support.driver_tree import uuid
 from support.machine import Machine
@@ -273,9 +275,20 @@ def test_version(machine: Machine) -> None:
 def test_one_line_of_log_for_a_container_with_gpus(machine: Machine) -> None:
     machine.create(config(f"{V}=1", annotations=pod()))
     (line,) = (machine.folder / "log").read_text().splitlines()
-    assert "source=environment" in line
-    assert "container=main" in line
-    assert "devices=1" in line
+    for part in ("pod=default/two", "container=main", "source=environment", "devices=1", "mode=jit-cdi"):
+        assert f" {part} " in line
+    assert f'grant="1 by {V}"' in line
+    assert [part.partition("=")[0] for part in line.split('ms="')[1][:-1].split()] == [
+        "decide",
+        "plan",
+        "prepare",
+        "write",
+    ]
+
+
+def test_a_requirement_of_which_nothing_is_known_is_told(machine: Machine) -> None:
+    machine.create(config(f"{V}=1", "NVIDIA_REQUIRE_ARCH=arch>=7.0"))
+    assert "requirement taken as met: arch>=7.0" in (machine.folder / "log").read_text()
 
 
 SLOW = {
@@ -284,10 +297,19 @@ SLOW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["auto", "legacy"])
+def specification(machine: Machine) -> str:
+    """A CDI specification of this machine in JSON; the lines of config.toml that name its folder."""
+    facts = procfs.facts(str(machine.root))
+    spec = cdi.make_spec(facts, driver.find(str(machine.root)), hook_path="/nowhere/nvidia-cdi-hook")
+    cdi.write_spec(spec, str(machine.folder / "cdi" / "nvidia.json"))
+    return f"[nvidia-container-runtime.modes.cdi]\nspec-dirs = ['{machine.folder}/cdi']\n"
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy", "cdi"])
 def test_what_a_create_and_a_passing_command_load(machine: Machine, mode: str) -> None:
     """Each of these costs milliseconds for every container; here with the configuration compiled, as it is soon."""
-    machine.configure(runtime=f"mode = '{mode}'")
+    rest = f"[gpulet]\nstate-dir = '{machine.folder}/state'\n"
+    machine.configure(runtime=f"mode = '{mode}'", rest=rest + (specification(machine) if mode == "cdi" else ""))
     then = machine.config_file.stat().st_mtime - 60
     os.utime(machine.config_file, (then, then))
     machine.run("gpulet-runtime", "state", "x")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gpulet.errors import RequestError, RequirementNotMet
-from gpulet.request.requirements import Subject, check, collect, evaluate
+from gpulet.node.gpu import Gpu, NodeFacts
+from gpulet.request.requirements import Subject, check, collect, evaluate, subjects
 from gpulet.request.trace import Trace
 from gpulet.settings import Settings
 from support.containers import container
@@ -138,3 +139,27 @@ def test_a_legacy_image_with_a_version_that_is_none(version: str) -> None:
     with pytest.raises(RequestError, match="CUDA_VERSION"):
         collected(f"CUDA_VERSION={version}")
     assert collected(f"CUDA_VERSION={version}", settings=Settings(disable_require=True)) == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "expression", "outcome"),
+    [
+        ("NVIDIA GeForce RTX 4090", "brand=tesla", "no"),
+        ("NVIDIA GeForce RTX 4090", "brand!=tesla", "yes"),
+        ("NVIDIA GeForce RTX 4090", "brand=geforce", "taken"),
+        ("NVIDIA GeForce RTX 4090", "brand!=geforce", "taken"),
+        ("Quadro RTX 6000", "brand=geforce", "no"),
+        ("NVIDIA H100 80GB HBM3", "brand=tesla", "taken"),
+        ("NVIDIA GeForce RTX 4090", "cuda>=99 brand=tesla,driver>=535 brand=geforce,driver>=535", "taken"),
+        ("NVIDIA GeForce RTX 4090", "cuda>=12.0 brand=geforce", "yes"),
+        ("NVIDIA GeForce RTX 4090", "arch>=7.0", "taken"),
+    ],
+)
+def test_a_models_name_says_which_brands_it_may_be(model: str, expression: str, outcome: str) -> None:
+    gpu = Gpu(0, 0, "GPU-1", "00000000:19:00.0", name=model)
+    node = NodeFacts((gpu,), "procfs", driver="535.129.03", cuda="12.2")
+    if outcome == "no":
+        with pytest.raises(RequirementNotMet, match=r"brand=geforce or geforcertx|brand=quadro or quadrortx"):
+            check([expression], subjects(node))
+    else:
+        assert bool(check([expression], subjects(node))) is (outcome == "taken")

@@ -83,7 +83,7 @@ def explain_require(
         raise typer.Exit(1)
 
 
-def subjects(settings: Settings, *, nvml: bool = False) -> list[Subject]:
+def subjects(settings: Settings, *, nvml: bool = False) -> tuple[Subject, ...]:
     """What expressions are held against: this node, once for each kind of GPU it has.
 
     nvml: ask NVML, which alone knows a GPU's brand and architecture; a container's start may not have the time.
@@ -95,11 +95,9 @@ def subjects(settings: Settings, *, nvml: bool = False) -> list[Subject]:
         with contextlib.suppress(NodeError):
             facts = library.facts(settings.driver_root(), links=False)
     try:
-        facts = facts or procfs.facts(settings.driver_root())
+        return requirements.subjects(facts or procfs.facts(settings.driver_root()))
     except NodeError:
-        return [Subject()]
-    found = [Subject(facts.cuda or None, facts.driver or None, g.arch or None, g.brand or None) for g in facts.gpus]
-    return list(dict.fromkeys(found)) or [Subject(facts.cuda or None, facts.driver or None)]
+        return (Subject(),)
 
 
 def judge(expression: str, subject: Subject) -> dict[str, Any]:
@@ -122,6 +120,7 @@ def data(bundle: Bundle, plan: Plan, settings: Settings) -> dict[str, Any]:
         "injection": plan.injection.to_data(),
         "rootfs": plan.work.to_data(),
         "config_json": {"changed": plan.config != bundle.config, "after": plan.config},
+        "assumed": list(plan.memory.assumed) if plan.memory else [],
         "trap": decision.request.source == "legacy-image",
     }
 
@@ -181,6 +180,8 @@ def _show_plan(console: Console, bundle: Bundle, plan: Plan) -> None:
         _item(console, "loader", folder, "goes first in the loader's cache")
     if work.host_driver:
         _item(console, "compat", work.compat_folder, f"taken where it is newer than driver {work.host_driver}")
+    for term in plan.memory.assumed if plan.memory else ():
+        _item(console, "require", term, "taken as met: nothing is known of that here without NVML")
     known = (bundle.config.get("hooks") or {}).items()
     left = [(stage, hook) for stage, hooks in (plan.config.get("hooks") or {}).items() for hook in hooks]
     for stage, hook in left:
@@ -203,5 +204,5 @@ def _show_judged(console: Console, judged: list[dict[str, Any]]) -> None:
         console.print(f"{escape(one['expression'])}  [{colour}]{mark}[/{colour}]", highlight=False)
         for clause in one["clauses"]:
             here = clause["here"] or "nothing known of it"
-            sign = "yes" if clause["holds"] else "no"
+            sign = ("yes" if clause["known"] else "taken as met") if clause["holds"] else "no"
             console.print(f"  {escape(clause['text']):24} here: {escape(here):16} {sign}", highlight=False)

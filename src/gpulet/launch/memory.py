@@ -31,11 +31,12 @@ _NAMES = (1 << 89) - 1  # a prime: what was asked gives the file's name as its r
 
 class Memory:
     """The answer to one request. found: the Injection, None where none is remembered that counts; sonames: of its
-    libraries, path in the container -> (soname, flags in the loader's cache)."""
+    libraries, path in the container -> (soname, flags in the loader's cache); assumed: see sources.Found."""
 
     def __init__(self, request: Request, mode: str, settings: Settings) -> None:
         self.found: Injection | None = None
         self.sonames: dict[str, tuple[str, int]] = {}
+        self.assumed: tuple[str, ...] = ()
         self._root = settings.driver_root()
         asked = [getattr(request, name) for name in request._fields if name not in ("reason", "variable", "source")]
         set_up = [getattr(settings, name) for name in settings._fields if name not in ("lines", "unknown")]
@@ -50,6 +51,7 @@ class Memory:
             if content["key"] != self._key or not self._unchanged(content):
                 return self
             self.sonames = {path: (name, flags) for path, (name, flags) in content["sonames"].items()}
+            self.assumed = tuple(content["assumed"])
             self.found = _revived(content["injection"])
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             pass  # none, or of a form that isn't ours
@@ -75,6 +77,7 @@ class Memory:
             "looked": states,
             "said": _said(self._root),
             "injection": injection.to_data(),
+            "assumed": list(self.assumed),
             "sonames": {path: list(pair) for path, pair in sonames.items()},
         }
         folder = os.path.dirname(self._path)

@@ -133,6 +133,7 @@ def _answer(decision: Decision, container: Container, settings: Settings) -> tup
     from gpulet.launch import sources
 
     found = sources.find(decision.request, decision.mode, container, settings)
+    memory.assumed = found.assumed
     return found.injection, memory, found.looked
 
 

@@ -22,7 +22,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpulet.launch.plan import Bundle
+    from gpulet.launch.plan import Bundle, Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def create(call: calls.Call, settings: Settings) -> None:
         write_config(bundle.path, plan.config)
     times.append(perf_counter())
     spent = zip(("decide", "plan", "prepare", "write"), times, times[1:], strict=False)
-    _tell(_log(call, settings), bundle, " ".join(f"{phase}={(b - a) * 1e3:.1f}" for phase, a, b in spent))
+    _tell(_log(call, settings), bundle, plan, " ".join(f"{phase}={(b - a) * 1e3:.1f}" for phase, a, b in spent))
 
 
 def _settings(call: calls.Call) -> Settings:
@@ -99,11 +99,13 @@ def _log(call: calls.Call, settings: Settings) -> Log:
     return Log(sinks, "debug" if call.debug else settings.log_level, call.log_format)
 
 
-def _tell(log: Log, bundle: Bundle, spent: str) -> None:
+def _tell(log: Log, bundle: Bundle, plan: Plan, spent: str) -> None:
     """One line for a container that got something, one for each thing that may surprise. spent: ms by phase."""
     for rule in bundle.decision.trace:
         if rule.level == "warning":
             log.write("warning", f"{rule.name}: {rule.outcome}", input=rule.input, where=rule.where)
+    for term in plan.memory.assumed if plan.memory else ():
+        log.write("warning", f"requirement taken as met: {term}: nothing is known of that here without NVML")
     request, one = bundle.decision.request, bundle.container
     if request:
         log.write(

@@ -24,24 +24,25 @@ USUAL_LISTS = ("l4t.csv", "drivers.csv", "devices.csv")
 
 
 class Found(Value):
-    """An Injection, and the folders and files of the host that it was made from; () where it can't be known whether
-    the next look would give the same."""
+    """An Injection; the folders and files of the host that it was made from, () where it can't be known whether the
+    next look would give the same; and requirements that were taken as met, as nothing is known of what they ask."""
 
     injection: Injection
     looked: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
 
 def find(request: Request, mode: str, container: Container, settings: Settings) -> Found:
     """What a request brings. Raises CdiError, NodeError, RequestError, RequirementNotMet."""
     names = cdi_names(request, mode, settings)
     if names:
-        _check_requirements(request, settings, None)
+        assumed = _check_requirements(request, settings, None)
         looked = [*settings.cdi_spec_dirs, *_files(settings.cdi_spec_dirs)]
-        return Found(_resolve(names, request, settings), tuple(looked))
+        return Found(_resolve(names, request, settings), tuple(looked), assumed)
     request = request.replace(devices=tuple(device.removeprefix(AUTOMATIC) for device in request.devices))
     if mode == "csv" or (settings.mode == "auto" and _is_tegra(settings.driver_root())):
-        _check_requirements(request, settings, None)
-        return Found(_from_lists(request, container, settings))
+        assumed = _check_requirements(request, settings, None)
+        return Found(_from_lists(request, container, settings), assumed=assumed)
     return _from_node(request, settings)
 
 
@@ -134,7 +135,7 @@ def _from_node(request: Request, settings: Settings) -> Found:
 
     root = settings.driver_root()
     facts = procfs.facts(root)
-    _check_requirements(request, settings, facts)
+    assumed = _check_requirements(request, settings, facts)
     if procfs.needs_nvml(facts, request.devices):
         # the specification that the plugin or `gpulet cdi generate` wrote knows MIG devices too, and costs no NVML
         try:
@@ -145,19 +146,19 @@ def _from_node(request: Request, settings: Settings) -> Found:
             facts = nvml.facts(root)
         else:
             gated = build.gated(facts, request.gated, root=root)
-            return Found(build.merge([found, build.imex(facts, request.imex), gated]))
+            return Found(build.merge([found, build.imex(facts, request.imex), gated]), assumed=assumed)
     files = driver.find(root, version=facts.driver, ldcache=settings.cli_ldcache)
     if set(DRIVER_CAPABILITIES) <= set(request.capabilities):
         request = request.replace(capabilities=("all",))  # with the files that belong to none of them
     injection = build.build(facts, files, request)
     known = facts.source == "procfs" and not any(gpu.mig_enabled or not gpu.uuid for gpu in facts.gpus)
     looked = looked_into(files, facts.dev_root, settings.cli_ldcache) if known else ()
-    return Found(injection.replace(gids=()) if settings.no_device_gids else injection, looked)
+    return Found(injection.replace(gids=()) if settings.no_device_gids else injection, looked, assumed)
 
 
-def _check_requirements(request: Request, settings: Settings, facts: NodeFacts | None) -> None:
+def _check_requirements(request: Request, settings: Settings, facts: NodeFacts | None) -> tuple[str, ...]:
     if not request.requirements:
-        return
+        return ()
     from gpulet.node import procfs
     from gpulet.request import requirements
 
@@ -165,7 +166,5 @@ def _check_requirements(request: Request, settings: Settings, facts: NodeFacts |
         try:
             facts = procfs.facts(settings.driver_root())
         except NodeError:
-            return  # a specification may be for devices of which this node's /proc tells nothing
-    known = {"cuda": facts.cuda or None, "driver": facts.driver or None}
-    subjects = [requirements.Subject(arch=g.arch or None, brand=g.brand or None, **known) for g in facts.gpus]
-    requirements.check(request.requirements, subjects or [requirements.Subject(**known)])
+            return ()  # a specification may be for devices of which this node's /proc tells nothing
+    return requirements.check(request.requirements, requirements.subjects(facts))

@@ -22,6 +22,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from gpulet.node.gpu import NodeFacts
+
 PREFIX = "NVIDIA_REQUIRE_"
 SWITCH = "NVIDIA_DISABLE_REQUIRE"
 _TRUE = ("1", "t", "T", "TRUE", "true", "True")  # Go's strconv.ParseBool
@@ -31,21 +33,45 @@ class Subject(Value):
     """What an expression is held against: versions of the node and one device's arch and brand.
 
     None means that there is no such thing to judge (no device selected, or the fact can't be had here): terms about it
-    hold.
+    hold. brands: what `brand` may be, where only the model's name is known.
     """
 
     cuda: str | None = None
     driver: str | None = None
     arch: str | None = None
     brand: str | None = None
+    brands: tuple[str, ...] = ()
 
 
 class Clause(Value):
-    """One term that was judged: its text, the value here ("" where there is none), and whether it holds."""
+    """One term that was judged: its text, the value here ("" where there is none), whether it holds, and whether that
+    is known rather than assumed."""
 
     text: str
     here: str
     holds: bool
+    known: bool = True
+
+
+# A model's name has its brand in it, but not whether NVML calls the same the brand's newer "RTX" kind.
+_FAMILIES = {
+    "GeForce": ("geforce", "geforcertx"),
+    "TITAN": ("titan", "titanrtx"),
+    "Quadro": ("quadro", "quadrortx"),
+    "Tesla": ("tesla", "nvidia"),
+}
+
+
+def subjects(facts: NodeFacts) -> tuple[Subject, ...]:
+    """What expressions are held against on a node: once for each kind of GPU it has; its versions alone without any."""
+    cuda, driver = facts.cuda or None, facts.driver or None
+    found = [Subject(cuda, driver, g.arch or None, g.brand or None, brands_of(g.name)) for g in facts.gpus]
+    return tuple(dict.fromkeys(found)) or (Subject(cuda, driver),)
+
+
+def brands_of(model: str) -> tuple[str, ...]:
+    """The brands that a GPU may have by its model's name ("NVIDIA GeForce RTX 4090"), () where the name says none."""
+    return next((brands for family, brands in _FAMILIES.items() if family.lower() in model.lower()), ())
 
 
 def collect(container: Container, settings: Settings, trace: Trace) -> tuple[str, ...]:
@@ -80,17 +106,25 @@ def _major_minor(version: str) -> str:
     return f"{int(parts[0])}.{int(parts[1]) if len(parts) > 1 else 0}"
 
 
-def check(expressions: Iterable[str], subjects: Iterable[Subject]) -> None:
+def check(expressions: Iterable[str], subjects: Iterable[Subject]) -> tuple[str, ...]:
     """Raises RequirementNotMet where an expression doesn't hold for a subject, RequestError where it can't be read.
+    Answers the terms on whose account one holds though nothing is known of what they are about.
 
     The error's `what` is "unsatisfied condition: <first alternative>" or "invalid expression".
     """
     subjects = tuple(subjects)
+    assumed: dict[str, None] = {}
     for expression in expressions:
         for subject in subjects:
             holds, clauses = evaluate(expression, subject)
             if not holds:
                 raise _unmet(expression, clauses)
+            for clause in reversed(clauses):  # the alternative that holds stands behind those that failed
+                if not clause.holds:
+                    break
+                if not clause.known:
+                    assumed[clause.text] = None
+    return tuple(assumed)
 
 
 def evaluate(expression: str, subject: Subject) -> tuple[bool, tuple[Clause, ...]]:
@@ -135,16 +169,23 @@ def _judge(term: str, subject: Subject) -> Clause:
     if name not in ("cuda", "driver", "arch", "brand") or operator not in _HOLDS or not value:
         raise _invalid(term)
     here = getattr(subject, name)
+    if name == "brand" and (here is not None or subject.brands):
+        return _judge_brand(term, operator, value.lower(), subject)
     if here is None:
-        return Clause(term, "", True)
-    if name == "brand":
-        if operator not in ("=", "!="):
-            raise _invalid(term)
-        return Clause(term, here, (here.lower() == value.lower()) is (operator == "="))
+        return Clause(term, "", True, known=False)
     ours, theirs = _version(here), _version(value)
     if ours is None or theirs is None:
         raise _invalid(term)
     return Clause(term, here, _HOLDS[operator](ours, theirs))
+
+
+def _judge_brand(term: str, operator: str, value: str, subject: Subject) -> Clause:
+    if operator not in ("=", "!="):
+        raise _invalid(term)
+    possible = subject.brands if subject.brand is None else (subject.brand,)
+    same = value in [brand.lower() for brand in possible]
+    known = not same or len(possible) == 1
+    return Clause(term, " or ".join(possible), same is (operator == "=") or not known, known)
 
 
 def _invalid(term: str) -> RequestError:
