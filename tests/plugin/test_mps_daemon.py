@@ -27,7 +27,9 @@ CONTROL = """#!/bin/sh
 cd "$CUDA_MPS_PIPE_DIRECTORY" || exit 1
 if [ "$1" = -d ]; then
     grep -q alive control 2>/dev/null && exit 1
-    echo alive > control; echo "start $(env | grep -vc -e ^PWD= -e ^OLDPWD= -e ^_= -e ^SHLVL=)" >> {log}; echo up >> "$CUDA_MPS_LOG_DIRECTORY/control.log"
+    echo alive > control
+    echo "start $(env | grep -vc -e ^PWD= -e ^OLDPWD= -e ^_= -e ^SHLVL=)" >> {log}
+    echo up >> "$CUDA_MPS_LOG_DIRECTORY/control.log"
     exit 0
 fi
 grep -q alive control || {{ echo "Cannot find MPS control daemon process" >&2; exit 1; }}

@@ -139,12 +139,12 @@ def _merged(given: dict[str, Scalar], document: dict[str, Any], path: str) -> Co
     resources = _section(document, "resources")
     values["gpu_patterns"] = read_patterns(resources.get("gpus"), "resources.gpus")
     values["mig_patterns"] = read_patterns(resources.get("mig"), "resources.mig")
-    values["warnings"] = tuple(_unknown_keys(document, path))
     values["dev_root"] = values.get("dev_root") or values.get("driver_root", "/")
     config = _with_sockets(Config(**values), "kubelet_socket" in given)
     beside = config.kubelet_socket_dir
     return replace(
         config,
+        warnings=(*_unknown_keys(document, path), *_doubts(config)),
         # a folder of the kubelet's, because it is on the host's disk in every manifest; the kubelet removes files there
         # when it starts, and leaves folders
         state_dir=values.get("state_dir", os.path.join(beside, "gpulet")),
@@ -218,6 +218,20 @@ def _unknown_keys(document: dict[str, Any], path: str) -> list[str]:
         seen += [f"{top}.{key}" for key in _section(document, top)]
     seen += [f"flags.plugin.{key}" for key in _section(_section(document, "flags"), "plugin")]
     return [f"config file {path}: unknown key {key} ignored" for key in seen if key.lower() not in known]
+
+
+def _doubts(config: Config) -> list[str]:
+    """What can be meant so and seldom is."""
+    found = []
+    strategies = config.device_list_strategy
+    if "cdi-annotations" in strategies and not config.cdi_annotation_prefix.startswith("cdi.k8s.io/"):
+        found.append(f"--cdi-annotation-prefix={config.cdi_annotation_prefix}: engines with CDI of their own only look "
+                     "at annotations that begin with cdi.k8s.io/; a container gets its devices from a runtime that is "
+                     "told of this prefix, or not at all")  # fmt: skip
+    if {"cdi-annotations", "cdi-cri"} <= set(strategies):
+        found.append("--device-list-strategy has cdi-annotations and cdi-cri: the kubelet hands each device to the "
+                     "engine twice; cdi-cri alone is enough since Kubernetes 1.31 and containerd 1.7")  # fmt: skip
+    return found
 
 
 def _checked(config: Config) -> Config:

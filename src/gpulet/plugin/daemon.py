@@ -20,6 +20,7 @@ from gpulet.plugin import mps
 from gpulet.plugin.config import Config
 from gpulet.plugin.generation import Generation, Publish, generation, with_lost
 from gpulet.plugin.health import Notice, NvmlState, XidSeen
+from gpulet.plugin.holders import Audit
 from gpulet.plugin.kubelet import Agent
 from gpulet.plugin.server import Offer
 from gpulet.plugin.wellness import Wellness
@@ -50,6 +51,7 @@ class Daemon:
     ) -> None:
         self._metrics, self._report = metrics, report
         self.wellness = Wellness(session, self._health_changed, self._told)
+        self._books = Audit()
         self._refused = ""  # why the node's or the file's change could not be taken over, said once
         self.silent: dict[str, str] = {}  # resource -> what its MPS control daemon's trouble is
         self._offering: asyncio.Task[None] | None = None
@@ -119,6 +121,7 @@ class Daemon:
             if current is None or with_lost(facts, before) != before or config != current.config:
                 await self._adopt(generation(config, facts, self._publish, before))
             await self._ask_mps()
+            self._audit()
             self._refused = ""
         except NvmlError as error:
             log.error("the node's GPUs can't be asked: %s", error)
@@ -144,6 +147,14 @@ class Daemon:
         """Something about the plugin itself that people should know; "" for nothing."""
         if text:
             self._told(Notice(kind, "", text))
+
+    def _audit(self) -> None:
+        """Whether the kubelet's books and our devices agree."""
+        if self.generation:
+            offered = {name: offer.resource.by_id for name, offer in self.generation.offers.items()}
+            for kind, text in self._books.news(self.generation.config, offered):
+                log.error("%s: %s", kind, text)
+                self._say(kind, text)
 
     async def _ask_mps(self) -> None:
         """Whether each control daemon still answers: without it no container could compute on what we offer."""

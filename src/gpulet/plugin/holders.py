@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gpulet.plugin.config import Config
@@ -32,6 +32,59 @@ async def holders(config: Config, resources: Iterable[str]) -> list[Holder]:
     if found is None:
         found = list(_checkpoint(os.path.join(config.kubelet_socket_dir, CHECKPOINT)))
     return [holder for holder in found if holder.resource in wanted]
+
+
+class Audit:
+    """What is wrong with the kubelet's books: devices that somebody holds and that are gone, and devices that two Pods
+    hold. Each trouble is told once."""
+
+    def __init__(self) -> None:
+        self._version: object = None
+        self._told: set[str] = set()
+
+    def news(self, config: Config, offered: Mapping[str, Container[str]]) -> list[tuple[str, str]]:
+        """(kind, text) of each trouble not told yet. offered: resource -> ids. Reads the file only where it has
+        changed, or what is offered."""
+        path = os.path.join(config.kubelet_socket_dir, CHECKPOINT)
+        try:
+            info = os.stat(path)
+        except OSError:
+            return []
+        version = (info.st_ino, info.st_mtime_ns, {name: id(ids) for name, ids in offered.items()})
+        if version == self._version:
+            return []
+        self._version = version
+        held = [holder for holder in _checkpoint(path) if holder.resource in offered]
+        found = list(troubles(held, offered))
+        new = [one for one in found if one[1] not in self._told]
+        self._told = {text for _, text in found}
+        return new
+
+
+def troubles(held: Iterable[Holder], offered: Mapping[str, Container[str]]) -> Iterator[tuple[str, str]]:
+    """("AllocatedGPUGone" or "GPUDoublyAllocated", text) for each device."""
+    pods: dict[tuple[str, str], list[str]] = {}
+    for one in held:
+        owners = pods.setdefault((one.resource, one.device), [])
+        if one.pod not in owners:  # a Pod's containers may pass a device on
+            owners.append(one.pod)
+    for (resource, device), owners in pods.items():
+        if device not in offered[resource]:
+            yield (
+                "AllocatedGPUGone",
+                (
+                    f"{resource} {device} is allocated to Pod {', '.join(owners)} and no longer exists on this node; "
+                    "delete the Pod"
+                ),
+            )
+        elif len(owners) > 1:
+            yield (
+                "GPUDoublyAllocated",
+                (
+                    f"{resource} {device} is allocated to the Pods {', '.join(owners)} at the same time; restart the "
+                    "kubelet, and delete one of the Pods"
+                ),
+            )
 
 
 async def _listed(socket: str) -> list[Holder] | None:

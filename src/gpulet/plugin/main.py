@@ -5,7 +5,6 @@ Started under the name mps-control-daemon or config-manager, or with that as its
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -16,6 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
+
+from gpulet.plugin.lean import without_tls
+
+with without_tls():
+    import asyncio
 
 from gpulet.errors import GpuletError
 from gpulet.node.gpu import Gpu, NodeFacts

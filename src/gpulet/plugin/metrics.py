@@ -5,13 +5,11 @@ Loaded only where an address is configured.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from gpulet.errors import NodeError, NvmlError
 from gpulet.node import nvml_library, procfs
@@ -21,7 +19,11 @@ from gpulet.plugin.config import Config
 from gpulet.plugin.health import Notice, XidSeen
 from gpulet.plugin.holders import Holder
 from gpulet.plugin.kubelet import Identity
+from gpulet.plugin.lean import without_tls
 from gpulet.plugin.xid import CATALOGUE
+
+with without_tls():
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 if TYPE_CHECKING:
     from gpulet.plugin.daemon import Daemon
@@ -154,7 +156,7 @@ class Metrics:
         if not config.cdi:
             return
         made = fingerprint(facts)
-        digest = hashlib.sha256(repr(sorted(made.items())).encode()).hexdigest()[:12]
+        digest = _digest(sorted(made.items()))
         registry = Registry([config.cdi_spec_dir]).load()
         self.broken.set(len(registry.errors))
         for spec in registry.specs:
@@ -165,7 +167,7 @@ class Metrics:
 
     def _driver(self, config: Config, facts: NodeFacts) -> None:
         key = os.path.basename(os.path.realpath(config.config_file)) if config.config_file else ""
-        self.config.labels(hashlib.sha256(repr(config).encode()).hexdigest()[:12], key).set(1)
+        self.config.labels(_digest(config), key).set(1)
         module = procfs.driver_version(config.lookup_root) or facts.driver
         try:
             library = os.path.basename(nvml_library.locate(config.lookup_root)).partition(".so.")[2]
@@ -174,3 +176,8 @@ class Metrics:
         library = library if "." in library else ""  # "1" is the name of the interface, no version
         self.driver.labels(module, library, facts.cuda).set(1)
         self.mismatch.set(bool(module and library and module != library))
+
+
+def _digest(value: object) -> str:
+    """A short name for one state of something; the same as long as it is the same."""
+    return f"{zlib.crc32(repr(value).encode()):08x}"

@@ -65,6 +65,8 @@ OPTIONS: tuple[Option, ...] = (
     row("mps_root", "text", "mps-root", "MPS_ROOT", "flags.mpsRoot", "the host's folder of the MPS daemons' files"),
     row("allocation_policy", "text", "shared-devices-allocation-policy", "SHARED_DEVICES_ALLOCATION_POLICY",
         "flags.plugin.sharedDevicesAllocationPolicy", "distributed, packed or (ours) spread, for shared devices"),
+    row("spread_minimum", "count", "spread-minimum", "SPREAD_MINIMUM", "flags.plugin.spreadMinimum",
+        "(ours) under policy spread, refuse so many shared devices on fewer different GPUs than this; 0: any number"),
     row("discovery", "text", "device-discovery-strategy", "DEVICE_DISCOVERY_STRATEGY",
         "flags.deviceDiscoveryStrategy", "auto, nvml or tegra"),
     row("imex_channel_ids", "ints", "imex-channel-ids", "IMEX_CHANNEL_IDS", "imex.channelIDs", "[] or [0]"),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 
+from gpulet.errors import RequestError
 from gpulet.request.bundle import Container
 from gpulet.request.trace import Trace
 from gpulet.settings import VISIBLE_DEVICES, Settings
@@ -108,6 +109,13 @@ def _from_environment(container: Container, settings: Settings, trace: Trace, va
         return Asked("", (), variable, void=True)
     if not _believed(container, settings, trace, ", ".join(names)):
         return Asked("", (), variable)
+    if MOUNT_FOLDER in devices:  # what the device plugin says where its mounts name the devices: no device's name
+        raise RequestError(
+            "the devices are named by mounts, which don't count here",
+            seen=f"{', '.join(names)}={MOUNT_FOLDER}",
+            remedy="set accept-nvidia-visible-devices-as-volume-mounts = true in config.toml, or let the device plugin "
+            "name them otherwise (--device-list-strategy)",
+        )
     word = next((device for device in devices if device in ("all", "none")), "")
     chosen = {"all": ("all",), "none": ()}.get(word, unique(devices))
     return Asked("environment", chosen, variable)
