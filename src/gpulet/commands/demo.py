@@ -35,7 +35,8 @@ CHOICES = {
 
 def command(
     pod: Annotated[
-        list[Path] | None, typer.Option("--pod", help="A manifest to play, repeatable; without it the examples.")
+        list[Path] | None,
+        typer.Option("--pod", help="A manifest to play (- is standard input), repeatable; without it the examples."),
     ] = None,
     profile: Annotated[str, typer.Option(help="The simulated node's kind: see `gpulet sim profiles`.")] = "h100x8",
     gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs of the profile's.")] = None,
@@ -75,7 +76,9 @@ def command(
         policy=policy,
         low_level=low_level,
     )
-    wanted = [one for file in pod or _examples() for one in pods.load(file)]
+    wanted, notes = pods.load_all(pod or _examples())
+    for note in notes:
+        print(note, file=sys.stderr)
     os.umask(0o022)  # the image's files are for every user of a container, whatever root keeps to itself here
     why_planned = isolation.enter(low_level)
     signal.signal(signal.SIGTERM, _interrupt)

@@ -198,8 +198,9 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
                 result[container.name] = allocation
                 for resource, ids in allocation.device_ids.items():
                     pool = reusable.setdefault(resource, set())
-                    # an init container has ended before the next starts: what it had may be used again
-                    pool.update(ids) if container in pod.init_containers else pool.difference_update(ids)
+                    # an init container has ended before the next starts, if it ever ends: what it had may be used again
+                    ends = container in pod.init_containers and not container.restart_always
+                    pool.update(ids) if ends else pool.difference_update(ids)
         except AdmissionError:
             self.release(pod.uid)
             raise

@@ -39,6 +39,8 @@ class Placement:
 
 def schedule(pod: Pod, nodes: Sequence[Node]) -> Placement:
     """The best node for a Pod, without taking it (see `assign`). Equal nodes are told apart by name."""
+    if pod.node_name:
+        return _by_hand(pod, nodes)
     reasons: Counter[str] = Counter()
     fitting = []
     for node in nodes:
@@ -52,6 +54,14 @@ def schedule(pod: Pod, nodes: Sequence[Node]) -> Placement:
     listed = ", ".join(sorted(f"{count} {reason}" for reason, count in reasons.items()))
     return Placement(None, f"0/{len(nodes)} nodes are available: {listed}." if nodes else
                      "no nodes available to schedule pods")  # fmt: skip
+
+
+def _by_hand(pod: Pod, nodes: Sequence[Node]) -> Placement:
+    """A Pod whose manifest names its node: the scheduler isn't asked, and whether it fits is the kubelet's question."""
+    if any(node.name == pod.node_name for node in nodes):
+        return Placement(pod.node_name, f"spec.nodeName is {pod.node_name}: no scheduling")
+    names = ", ".join(node.name for node in nodes) or "none"
+    return Placement(None, f"spec.nodeName is {pod.node_name}, and there is no such node (nodes: {names})")
 
 
 def assign(pod: Pod, nodes: Sequence[Node], name: str) -> None:
