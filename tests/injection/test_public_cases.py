@@ -150,6 +150,20 @@ def test_c13_the_major_of_uvm(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
+def test_c13_a_node_that_an_earlier_boot_left(tmp_path: Path) -> None:
+    """Its major is in /dev, in every spec that looks there, and no longer in /proc/devices."""
+    root = tree.create(tmp_path / "root", 1, with_nodes=True)
+    (root / "dev/nvidia-uvm").unlink()
+    os.mknod(root / "dev/nvidia-uvm", stat.S_IFCHR | 0o666, os.makedev(400, 0))
+    facts = procfs.facts(str(root))
+    spec = cdi.make_spec(facts, driver.find(str(root)), hook_path="/bin/true")
+    told = f"device node {root}/dev/nvidia-uvm is 400:0, its driver has major {tree.UVM_MAJOR} since this boot"
+    assert cdi_fingerprint.problems(spec, facts) == [told]
+    (gap,) = gaps(facts, "procfs")
+    assert gap.startswith(f"/dev/nvidia-uvm has major 400, its driver {tree.UVM_MAJOR}")
+
+
+@pytest.mark.root
 def test_c14_no_uvm_when_the_spec_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = node.create(tmp_path / "n", "t4x1")
     for name in ("nvidia-uvm", "nvidia-uvm-tools"):

@@ -14,6 +14,7 @@ from gpulet.injection.cdi_spec import HostPaths
 from gpulet.injection.model import RootfsWork
 from gpulet.injection.select import select
 from gpulet.node import driver, nvml, platform, tegra
+from gpulet.node.devices import kernel_major
 from gpulet.node.gpu import NodeFacts
 
 MODES = ("auto", "nvml", "procfs", "wsl", "csv", "management", "imex", *GATED)
@@ -238,4 +239,10 @@ def gaps(facts: NodeFacts | None, mode: str) -> list[str]:
     if "/dev/nvidiactl" not in present:
         found.append("no /dev/nvidiactl; run: nvidia-modprobe -c 0")
     found += [f"no /dev/nvidia{gpu.minor}" for gpu in facts.gpus if f"/dev/nvidia{gpu.minor}" not in present]
+    for node in facts.nodes:
+        now = kernel_major(facts, node.path)
+        if now >= 0 and now != node.major:
+            found.append(
+                f"{node.path} has major {node.major}, its driver {now}; remove it and run: nvidia-modprobe -u -c 0"
+            )
     return found

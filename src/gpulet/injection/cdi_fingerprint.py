@@ -13,6 +13,7 @@ from typing import Any
 from gpulet.errors import CdiError
 from gpulet.injection import cdi_rules
 from gpulet.injection.cdi_registry import device_node
+from gpulet.node.devices import kernel_major
 from gpulet.node.gpu import NodeFacts
 from gpulet.node.procfs import read_text
 
@@ -52,8 +53,8 @@ def _stamp(spec: Mapping[str, Any], facts: NodeFacts) -> Iterator[str]:
             yield f"made for {name} {before or 'none'!r}, the node has {after or 'none'!r}"
 
 
-def _numbers(edits: Mapping[str, Any]) -> Iterator[str]:
-    """Device nodes whose numbers in the spec aren't those of the node on disk."""
+def _numbers(edits: Mapping[str, Any], facts: NodeFacts | None) -> Iterator[str]:
+    """Device nodes whose numbers in the spec aren't those of the node on disk, or there not those of the kernel."""
     for node in edits.get("deviceNodes") or ():
         host = node.get("hostPath") or node["path"]
         try:
@@ -64,6 +65,9 @@ def _numbers(edits: Mapping[str, Any]) -> Iterator[str]:
         said = node.get("major") or 0
         if said and (said, node.get("minor") or 0) != (real.major, real.minor):
             yield f"device node {host} is {real.major}:{real.minor}, the spec says {said}:{node.get('minor') or 0}"
+        now = kernel_major(facts, node["path"]) if facts else -1
+        if now >= 0 and now != real.major:
+            yield f"device node {host} is {real.major}:{real.minor}, its driver has major {now} since this boot"
 
 
 def _paths(edits: Mapping[str, Any]) -> Iterator[str]:
@@ -79,5 +83,5 @@ def problems(spec: Mapping[str, Any], facts: NodeFacts | None = None) -> list[st
     """Why the spec doesn't fit the node any more, one line each, none where it does. facts: what the node is now."""
     found = list(_stamp(spec, facts)) if facts is not None else []
     for edits in cdi_rules.all_edits(spec):
-        found += [*_numbers(edits), *_paths(edits)]
+        found += [*_numbers(edits, facts), *_paths(edits)]
     return list(dict.fromkeys(found))

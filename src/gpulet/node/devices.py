@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from gpulet.node.gpu import CharDevice
+from gpulet.node.gpu import CharDevice, NodeFacts
 from gpulet.node.paths import below
 
 TYPE_CHECKING = False
@@ -83,6 +83,23 @@ def parse_majors(text: str) -> tuple[tuple[str, int], ...]:
         if number.isdigit() and (name.startswith("nvidia") or name == "gdrdrv"):
             found[name] = int(number)
     return tuple(sorted(found.items()))
+
+
+_DRIVER_OF = (  # beginning of a node's path -> the name of its driver in /proc/devices
+    ("/dev/nvidia-uvm", "nvidia-uvm"),
+    (CAPS_FOLDER + "/", "nvidia-caps"),
+    (IMEX_FOLDER + "/", "nvidia-caps-imex-channels"),
+    ("/dev/nvidia-nvswitch", "nvidia-nvswitch"),
+    ("/dev/gdrdrv", "gdrdrv"),
+)
+
+
+def kernel_major(facts: NodeFacts, path: str) -> int:
+    """The major that the kernel has now for the driver of a node, -1 where it has none or the path tells no driver.
+
+    A node that was left by an earlier boot can have another: opening it reaches nothing, or something else.
+    """
+    return next((facts.major(name) for beginning, name in _DRIVER_OF if path.startswith(beginning)), -1)
 
 
 def drm_of(sys_root: str, dev_root: str, bus_id: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
