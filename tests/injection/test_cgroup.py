@@ -94,6 +94,30 @@ def programs(folder: Path) -> tuple[int, tuple[int, ...]]:
         os.close(fd)
 
 
+def hardened(program: bytes) -> bytes:
+    """What the kernel makes of a program to hide its constants, and then shows in place of it."""
+    rows = list(struct.iter_unpack("=BBhi", program))
+    secret = 0x1234567
+    constant = (cgroup_bpf.MOV_K, cgroup_bpf.AND_K, cgroup_bpf.JNE_K)
+    zero = [code == cgroup_bpf.MOV_K and not value for code, _, _, value in rows]
+    hides = [code in constant and not none for (code, *_), none in zip(rows, zero, strict=True)]
+    starts = [index + 2 * sum(hides[:index]) for index in range(len(rows) + 1)]
+    made = b""
+    for index, (code, registers, offset, value) in enumerate(rows):
+        if code in (cgroup_bpf.JNE_K, cgroup_bpf.JNE_X):
+            last = starts[index] + (2 if hides[index] else 0)
+            offset = starts[index + 1 + offset] - last - 1
+        if zero[index]:
+            made += cgroup_bpf.instruction(0xAF, registers & 15, registers & 15)
+        elif not hides[index]:
+            made += struct.pack("=BBhi", code, registers, offset, value)
+        else:
+            made += cgroup_bpf.instruction(cgroup_bpf.MOV_K, 11, value=value ^ secret)
+            made += cgroup_bpf.instruction(0xA7, 11, value=secret)  # BPF_ALU64 | BPF_XOR | BPF_K
+            made += cgroup_bpf.instruction(code | 8, registers & 15, 11, offset)  # BPF_K becomes BPF_X
+    return made
+
+
 @pytest.mark.root
 class TestVersion1:
     def test_rules_and_back(self, v1: Path, nodes: list[Path]) -> None:
@@ -132,6 +156,17 @@ class TestVersion2:
         change.undo()
         change.close()
         assert opened(v2, nodes) == ["EPERM"] * 3
+
+    def test_a_hardened_program(self, v2: Path, nodes: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        """As net.core.bpf_jit_harden shows it: every constant by way of register 11."""
+        allows_one = cgroup_bpf.extend(DENY, [(195, 1)])
+        os.close(attach(v2, allows_one, 2))
+        shown = hardened(allows_one)
+        with pytest.raises(OSError, match="Invalid argument"):
+            cgroup_bpf.load(shown)
+        monkeypatch.setattr(cgroup_bpf, "instructions", lambda _: shown)
+        cgroup.allow(Cgroup(2, str(v2)), [(195, 0)])
+        assert opened(v2, nodes) == ["ENXIO", "ENXIO", "EPERM"]
 
     def test_every_program_is_extended_since_all_must_agree(self, v2: Path, nodes: list[Path]) -> None:
         for _ in range(3):
@@ -237,6 +272,15 @@ class TestFind:
 
 
 class TestProgram:
+    def test_what_is_not_hardened_stays_as_it_is(self) -> None:
+        program = cgroup_bpf.extend(DENY, [(195, 0)])
+        assert cgroup_bpf.loadable(program) == program
+
+    def test_no_register_is_free_for_a_hardened_program(self) -> None:
+        every = b"".join(cgroup_bpf.instruction(cgroup_bpf.MOV_K, register) for register in range(12))
+        with pytest.raises(StepFailed, match=r"no register is free; set net\.core\.bpf_jit_harden"):
+            cgroup_bpf.loadable(every)
+
     def test_split_gives_back_what_extend_was_given(self) -> None:
         rules = ((195, 0), (195, 255), (509, 1))
         assert cgroup_bpf.split(cgroup_bpf.extend(DENY, rules)) == (rules, DENY)

@@ -33,7 +33,9 @@ LDX_W = 0x61  # BPF_LDX | BPF_MEM | BPF_W
 MOV_K, MOV_X = 0xB7, 0xBF  # BPF_ALU64 | BPF_MOV | BPF_K or BPF_X
 AND_K, RSH_K = 0x54, 0x74  # BPF_ALU | BPF_AND or BPF_RSH | BPF_K
 JNE_K, JNE_X = 0x55, 0x5D  # BPF_JMP | BPF_JNE | BPF_K or BPF_X
-EXIT = 0x95  # BPF_JMP | BPF_EXIT
+EXIT, CALL = 0x95, 0x85  # BPF_JMP | BPF_EXIT or BPF_CALL
+AUXILIARY = 11  # BPF_REG_AX (linux/filter.h): the kernel's own, which no program may name
+ZEROES = {0xAF: MOV_K, 0xAC: 0xB4}  # BPF_XOR | BPF_X of a register with itself -> BPF_MOV | BPF_K of 0, 64 bits and 32
 CHARACTER, READ_WRITE = 2, 6  # BPF_DEVCG_DEV_CHAR; BPF_DEVCG_ACC_READ | BPF_DEVCG_ACC_WRITE
 HEAD, EACH, SIZE = 10, 4, 8  # instructions before the rules and for each; bytes of one
 MOST_RULES = 0x1FF0  # jumps are 16 bits wide
@@ -93,6 +95,31 @@ def extend(program: bytes, rules: Sequence[tuple[int, int]]) -> bytes:
     return _head(len(every)) + b"".join(_rule(*rule) for rule in every) + rest
 
 
+def loadable(program: bytes) -> bytes:
+    """A program as it can be loaded again, where the kernel hardened it.
+
+    With net.core.bpf_jit_harden constants are hidden (kernel/bpf/core.c, bpf_jit_blind_insn): one comes into a register
+    of the kernel's own in two steps and is used from there, and 0 is what a register gives with itself. A register that
+    the program doesn't use does as well, and 0 can be said. Raises StepFailed where no register is free.
+    """
+    rows = list(struct.iter_unpack("=BB6s", program))
+    used = {register for _, pair, _ in rows for register in (pair & 15, pair >> 4)}
+    lowest = 6 if any(code == CALL for code, *_ in rows) else 2  # a call takes its arguments from the others
+    free = next((register for register in range(9, lowest - 1, -1) if register not in used), -1)
+    if AUXILIARY in used and free < 0:
+        reason = "the kernel hardened it, and no register is free"
+        remedy = "set net.core.bpf_jit_harden to 0 or 1 and start the container anew, or use cgroup version 1"
+        raise StepFailed("extend device filter", "", reason=reason, remedy=remedy)
+    made = []
+    for code, pair, rest in rows:
+        one, other = (free if register == AUXILIARY else register for register in (pair & 15, pair >> 4))
+        if code in ZEROES and one == other:
+            made.append(instruction(ZEROES[code], one))
+        else:
+            made.append(struct.pack("=BB6s", code, one | other << 4, rest))
+    return b"".join(made)
+
+
 def split(program: bytes) -> tuple[Rules, bytes]:
     """Our rules at the front of a program, and the rest; no rules where it doesn't begin as ours do."""
     if len(program) < (HEAD + 1) * SIZE:
@@ -127,7 +154,7 @@ def allow(folder: str, rules: Sequence[tuple[int, int]]) -> tuple[Callable[[], N
         flags, numbers = attached(held[0])
         for number in numbers:
             held.append(old := _bpf(BPF_PROG_GET_FD_BY_ID, "=III", number, 0, 0))
-            held.append(new := load(extend(instructions(old), rules)))
+            held.append(new := load(extend(loadable(instructions(old)), rules)))
             _exchange(held[0], flags, old, new)
             exchanged.append((flags, old, new))
     except OSError as error:
