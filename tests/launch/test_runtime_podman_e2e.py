@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpulet.engines.launchers import write_launchers
+from gpulet.engines.launchers import PROGRAMS, launcher_text, write_launchers
 from gpulet.injection import cdi
 from gpulet.node import driver, procfs
 from gpulet.sim import node as sim
@@ -60,7 +61,7 @@ def short() -> Iterator[Path]:
 HOST_NODES = """
 mkdir {folder}/dev
 mount -t tmpfs -o mode=755 tmpfs {folder}/dev
-cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty {root}/dev/nvidia* {folder}/dev/
+cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty {root}/dev/nvidia* {root}/dev/dri {folder}/dev/
 mkdir {folder}/dev/pts {folder}/dev/shm
 mount --rbind /dev/pts {folder}/dev/pts
 mount --rbind /dev/shm {folder}/dev/shm
@@ -126,3 +127,69 @@ def test_a_user_namespace(short: Path, node: SimNode, low: str) -> None:
     seen = podman(short, node, low, options, prelude=HOST_NODES)
     assert [gpu["uuid"] for gpu in seen["nvml"]] == [node.gpus[3].uuid]
     assert seen["opened"] == [node.gpus[3].minor]
+
+
+NOBODY = 12345  # a user without a name, subordinate ids or rights
+ROOTLESS = """\
+set -e
+mount --make-rprivate /
+if mountpoint -q /sys/fs/cgroup/unified; then umount -l /sys/fs/cgroup/unified; fi
+{prelude}
+cd {folder}/home
+exec setpriv --reuid {user} --regid {user} --clear-groups \\
+    env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME={folder}/home XDG_RUNTIME_DIR={folder}/home \\
+    CONTAINERS_CONF={folder}/containers.conf \\
+    podman --root {folder}/home/store --runroot {folder}/home/run --tmpdir {folder}/home/tmp --runtime gpulet \\
+    --events-backend=none run --rm --cgroups=disabled --network=none --security-opt seccomp=unconfined --ulimit=host \\
+    {options} --rootfs {folder}/image /usr/bin/gpulet-probe
+"""
+
+
+def interpreter() -> str:
+    """A Python that any user may run; the tests' own may lie in a home folder."""
+    for path in (sys.executable, "/usr/bin/python3"):
+        check = "import sys; sys.exit(sys.version_info[:2] < (3, 11))"
+        user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+        command = [*user, "sh", "-c", 'exec "$0" -IS -c "$1"', path, check]  # setpriv's own exec may still do more
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            return path
+    pytest.skip("no Python of 3.11 or later that an unprivileged user may run")
+
+
+@pytest.mark.skipif(not shutil.which("setpriv") or not shutil.which("crun"), reason="needs setpriv and crun")
+@pytest.mark.parametrize("capabilities", ["compute,utility", "all"])
+def test_rootless(short: Path, node: SimNode, capabilities: str) -> None:
+    """An unprivileged user's podman, with that user's rights alone: no state folder, no cgroup, no device made."""
+    python = interpreter()
+    short.chmod(0o755)
+    rootfs.create(short / "image", "glibc")
+    write_launchers(short / "bin")
+    for program, (module, _peer) in PROGRAMS.items():
+        (short / "bin" / program).write_text(launcher_text(module, python))
+    (short / "config.toml").write_text(
+        f"[nvidia-container-cli]\nroot = '{node.root}'\n[nvidia-container-runtime]\nruntimes = ['crun']\n"
+        f"debug = '{short}/home/log'\n[gpulet]\nstate-dir = '{short}/not-yours'\n"
+    )
+    runtime = short / "runtime"
+    runtime.write_text(f'#!/bin/sh\nGPULET_CONFIG={short}/config.toml exec {short}/bin/gpulet-runtime "$@"\n')
+    runtime.chmod(0o755)
+    (short / "containers.conf").write_text(
+        f"[engine]\nruntime_supports_nocgroup = ['gpulet']\nruntime_supports_json = ['gpulet']\n"
+        f"[engine.runtimes]\ngpulet = ['{runtime}']\n"
+    )
+    for folder in (node.root.parent, *node.root.parent.parents[:3]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    (short / "home").mkdir()
+    subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", str(short / "home"), str(short / "image")], check=True)
+    options = f"-e NVIDIA_VISIBLE_DEVICES=2,5 -e NVIDIA_DRIVER_CAPABILITIES={capabilities}"
+    before = HOST_NODES.format(folder=short, root=node.root).replace("chown -R 100000:100000", ": ")
+    script = ROOTLESS.format(folder=short, prelude=before, options=options, user=NOBODY)
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert [gpu["uuid"] for gpu in seen["nvml"]] == [node.gpus[2].uuid, node.gpus[5].uuid]
+    assert f"/dev/nvidia{node.gpus[0].minor}" not in seen["devices"]
+    assert "GPUs for a container" in (short / "home/log").read_text()
+    assert not (short / "not-yours").exists()

@@ -1,4 +1,4 @@
-"""The log of the programs in launch/: the configured file and the engine's `--log`, in the formats that engines read.
+"""The logs of the programs in launch/: the configured file and, for errors, the engine's `--log`, in its format.
 
 Docker and containerd show what stands in the `--log` file when a container can't be created. Nothing is opened before
 there is something to write. Text as logrus writes it: time="..." level=error msg="..."; JSON: one object a line.

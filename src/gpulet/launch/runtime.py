@@ -77,7 +77,7 @@ def create(call: calls.Call, settings: Settings) -> None:
         write_config(bundle.path, plan.config)
     times.append(perf_counter())
     spent = zip(("decide", "plan", "prepare", "write"), times, times[1:], strict=False)
-    _tell(_log(call, settings), bundle, plan, " ".join(f"{phase}={(b - a) * 1e3:.1f}" for phase, a, b in spent))
+    _tell(_own_log(call, settings), bundle, plan, " ".join(f"{phase}={(b - a) * 1e3:.1f}" for phase, a, b in spent))
 
 
 def _settings(call: calls.Call) -> Settings:
@@ -92,6 +92,11 @@ def _settings(call: calls.Call) -> Settings:
         if os.path.basename(sys.argv[0]).endswith(f"runtime.{flavour}"):
             return settings.replace(mode=flavour)
     return settings
+
+
+def _own_log(call: calls.Call, settings: Settings) -> Log:
+    """The configured log alone: podman takes whatever stands in the engine's file for the reason of a failure."""
+    return Log((settings.debug,), "debug" if call.debug else settings.log_level, call.log_format)
 
 
 def _log(call: calls.Call, settings: Settings) -> Log:
