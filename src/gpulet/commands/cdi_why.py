@@ -98,7 +98,7 @@ def _near(name: str, registry: Registry) -> list[str]:
     names = registry.names()
     near = difflib.get_close_matches(name, names, 3, 0.75)
     others = [other for other in names if other.partition("=")[2] == device and other not in near]
-    kinds = sorted({other.partition("=")[0] for other in names})
+    kinds = sorted({file.kind for file in registry.specs})
     lines = [f"near it: {', '.join(near)}"] if near else []
     lines += [f"another kind has that device: {', '.join(others)}"] if others else []
     if kind not in kinds:
