@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gpulet.sim import node as sim
 from support.containers import config, pod
 from support.machine import Machine
 
@@ -55,6 +57,37 @@ def test_what_it_tells_is_what_the_runtime_does(machine: Machine, env: tuple[str
 def test_the_plan_has_a_reason_for_every_item(machine: Machine) -> None:
     injection = told(machine, config(f"{V}=1"))["injection"]
     assert [item for item in (*injection["devices"], *injection["mounts"]) if not item["why"]] == []
+
+
+@pytest.mark.root
+def test_the_injection_told_is_what_the_runtime_carries_out(machine: Machine, tmp_path: Path) -> None:
+    """Item by item: every node, mount and variable in config.json, every link and file beneath the root."""
+    node = sim.create(tmp_path / "node", "h100x8", gpus=2)
+    machine.root = node.root
+    machine.configure(rest=f"[gpulet]\nstate-dir = '{tmp_path}/state'\n")
+    spec = config(f"{V}=1", "NVIDIA_DRIVER_CAPABILITIES=all")
+    spec["mounts"].append({"destination": "/dev", "type": "tmpfs", "source": "tmpfs"})
+    explained = told(machine, spec)
+    assert not (tmp_path / "state").exists()
+    people = explain(machine, "bundle", str(machine.bundle)).stdout
+    after = machine.create(spec)
+    injection = explained["injection"]
+    nodes = {entry["path"]: (entry["major"], entry["minor"]) for entry in after["linux"]["devices"]}
+    assert nodes == {item["path"]: (item["major"], item["minor"]) for item in injection["devices"]}
+    bound = {entry["destination"]: entry["source"] for entry in after["mounts"]}
+    told_mounts = {item["path"]: item["source"] for item in injection["mounts"]}
+    (laid,) = explained["laid"]
+    others = {"/proc": "proc", "/dev": "tmpfs", "/dev/dri/by-path": laid["path"]}
+    assert bound == told_mounts | others
+    assert {name: os.readlink(f"{laid['path']}/{name}") for name in os.listdir(laid["path"])} == laid["links"]
+    assert f"/dev/dri/by-path <- {laid['path']}" in people
+    for name, value in injection["env"]:
+        assert f"{name}={value}" in after["process"]["env"]
+    root = machine.bundle / "rootfs"
+    for link in explained["rootfs"]["links"]:
+        assert os.readlink(root / link["path"].lstrip("/")) == link["target"]
+        assert f"{link['path']} -> {link['target']}" in people
+    assert "hooks" not in after
 
 
 def test_people_read_the_rules_the_plan_and_the_trap(machine: Machine) -> None:

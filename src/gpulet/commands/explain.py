@@ -119,6 +119,7 @@ def data(bundle: Bundle, plan: Plan, settings: Settings) -> dict[str, Any]:
         "trace": [rule.to_data() for rule in decision.trace],
         "injection": plan.injection.to_data(),
         "rootfs": plan.work.to_data(),
+        "laid": [{"path": thing.path, "links": dict(thing.links), "bytes": len(thing.data)} for thing in plan.laid],
         "config_json": {"changed": plan.config != bundle.config, "after": plan.config},
         "assumed": list(plan.memory.assumed) if plan.memory else [],
         "trap": decision.request.source == "legacy-image",
@@ -168,6 +169,11 @@ def _show_plan(console: Console, bundle: Bundle, plan: Plan) -> None:
         _item(console, "device", f"{node.path} ({node.type} {node.major}:{node.minor}, {node.access})", node.why)
     for mount in injection.mounts:
         _item(console, "mount", f"{mount.path} <- {mount.source} ({','.join(mount.options)})", mount.why)
+    known = [*(bundle.config.get("mounts") or ()), *({"destination": mount.path} for mount in injection.mounts)]
+    places = [mount.get("destination") for mount in known]
+    for entry in plan.config.get("mounts") or ():
+        if entry["destination"] not in places:
+            _item(console, "mount", f"{entry['destination']} <- {entry['source']}", "laid in the state folder")
     before = set((bundle.config.get("process") or {}).get("env") or ())
     for entry in (plan.config.get("process") or {}).get("env") or ():
         if entry not in before:
@@ -182,12 +188,12 @@ def _show_plan(console: Console, bundle: Bundle, plan: Plan) -> None:
         _item(console, "compat", work.compat_folder, f"taken where it is newer than driver {work.host_driver}")
     for term in plan.memory.assumed if plan.memory else ():
         _item(console, "require", term, "taken as met: nothing is known of that here without NVML")
-    known = (bundle.config.get("hooks") or {}).items()
+    hooks_before = (bundle.config.get("hooks") or {}).items()
     left = [(stage, hook) for stage, hooks in (plan.config.get("hooks") or {}).items() for hook in hooks]
     for stage, hook in left:
-        stays = any(stage == old and hook in (hooks or ()) for old, hooks in known)
+        stays = any(stage == old and hook in (hooks or ()) for old, hooks in hooks_before)
         _item(console, "hook", f"{stage} {' '.join(hook.get('args') or [hook['path']])}", "stays" if stays else "added")
-    for stage, hooks in known:
+    for stage, hooks in hooks_before:
         for hook in hooks or ():
             if (stage, hook) not in left:
                 _item(console, "hook", f"{stage} {' '.join((hook.get('args') or [])[:2])}", "taken over, not run")
