@@ -197,6 +197,14 @@ def test_init_containers_hand_their_devices_on(kubelet, plugin):
     assert not set(given["main"].device_ids[GPU]) & set(given["side"].device_ids[GPU])
 
 
+def test_a_native_sidecar_keeps_its_devices(kubelet, plugin):
+    sidecar = ContainerSpec("sidecar", limits={GPU: 1}, restart_always=True)
+    pod = Pod("p", (container("main", gpu=2),), (container("init", gpu=2), sidecar), uid="uid")
+    given = kubelet.admit(pod)
+    assert set(given["sidecar"].device_ids[GPU]) < set(given["init"].device_ids[GPU])
+    assert not set(given["sidecar"].device_ids[GPU]) & set(given["main"].device_ids[GPU])
+
+
 def test_a_pod_that_is_refused_holds_nothing(kubelet, plugin):
     with pytest.raises(AdmissionError):
         kubelet.admit(Pod("p", (container("main", gpu=2), container("side", gpu=2)), uid="uid"))

@@ -145,13 +145,14 @@ class Demo:
         return sorted(ids, key=lambda uuid: (order.get(uuid, len(order)), uuid))
 
     def _start(self, pod: Pod, allocations: dict[str, Allocation], part: Report) -> tuple[str, str]:
-        """Steps 4 and 5: init containers one after another, each to its end; then the others, which go on."""
+        """Steps 4 and 5: init containers one after another, each to its end, native sidecars apart; then the others,
+        which go on."""
         if self._privileged:
             self._stage.engine.run_sandbox(pod)
         told = {one["name"]: one for one in part["containers"]}
         for spec in pod.init_containers:
             container = self._container(pod, spec, allocations[spec.name], told[spec.name])
-            if self._privileged:
+            if self._privileged and not spec.restart_always:
                 self._stage.engine.remove(container)
         for spec in pod.containers:
             self._container(pod, spec, allocations[spec.name], told[spec.name])
