@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +45,7 @@ def run(peers: Peers, rounds: int, say: Say) -> list[Table]:
                 act = _configure if what == "configure" else partial(_plain, what)
                 _rows(made, what, nvml, alternate({n: partial(act, site, p) for n, p in clis.items()}, count))
             if nvml == "at once":
-                inject(site.node.folder, SLOW)
+                _slow_down(site)
         hooks = {"gpulet": str(site.launchers["gpulet-hook"]), "peer": peers.hook}
         _rows(made, "hook, no GPU", "2 s", alternate(_idle(site, hooks), rounds))
     made.goals += goals(made)
@@ -69,8 +70,23 @@ def _plain(what: str, site: Site, program: str) -> float:
 def _configure(site: Site, program: str) -> float:
     """On a container of its own, held at the moment when a low-level runtime calls its prestart hooks."""
     with held(site) as (pid, root):
+        _show_driver(site, pid, root)
         command = [program, f"--root={site.node.root}", "configure", *CONFIGURE, f"--pid={pid}", str(root)]
         return timed(lambda: call(command))
+
+
+def _show_driver(site: Site, pid: int, root: Path) -> None:
+    """Lets the container's /proc have a driver's folder, as on a node with one: NVIDIA's program can't do without."""
+    mount = ["mount", "--bind", f"{site.node.root}/proc/driver", f"{root}/proc/driver"]
+    call(["nsenter", f"--mount=/proc/{pid}/ns/mnt", *mount])
+
+
+def _slow_down(site: Site) -> None:
+    """From now on NVML takes two seconds, also for a program that makes the driver root its own root before it asks."""
+    inject(site.node.folder, SLOW)
+    there = site.node.root / str(site.node.control)[1:]
+    there.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(site.node.control, there)
 
 
 @contextlib.contextmanager
