@@ -45,6 +45,8 @@ def show_pod(console: Console, pod: Report, order: dict[str, int]) -> None:
     if pod["message"] and not pod["node"]:
         console.print(Text(f"    {pod['message']}", "yellow"))
         return
+    for note in pod["notes"]:
+        console.print(Text(f"    {note}", "dim"))
     for container in pod["containers"]:
         _show_container(console, container, order)
     if pod["phase"] == "Failed":
@@ -64,6 +66,8 @@ def _show_container(console: Console, container: Report, order: dict[str, int]) 
         table.add_row("", f"{number} {step['step']}", f"{step['ms']:.1f} ms", Text(step["evidence"]))
     if container["reason"]:
         table.add_row("", "  why", "", Text(container["reason"], style="italic"))
+    for note in container["notes"]:
+        table.add_row("", "  note", "", Text(note, style="dim"))
     console.print(table)
     seen = container["seen"]
     if seen is None:

@@ -76,10 +76,11 @@ class Demo:
         placement = self._schedule(pod)
         scheduling = _step("scheduling", started, placement.message)
         part: Report = {"name": pod.name, "namespace": pod.namespace, "phase": "Pending", "node": placement.node}
-        part |= {"message": placement.message, "runtimeClass": pod.runtime_class or "nvidia", "containers": []}
+        part |= {"message": placement.message, "runtimeClass": pod.runtime_class or "nvidia", "notes": list(pod.notes)}
+        part["containers"] = []
         for spec in (*pod.init_containers, *pod.containers):
             container = {"name": spec.name, "image": spec.image, "requested": _gpus(spec), "allocated": []}
-            container |= {"grant": "none", "reason": "", "seen": None, "beyond": []}
+            container |= {"grant": "none", "reason": "", "seen": None, "beyond": [], "notes": list(spec.notes)}
             part["containers"].append(container | {"steps": [self._discovery(), scheduling]})
         if placement.node is None:
             return part
