@@ -93,6 +93,14 @@ def _variable(container: Container, settings: Settings) -> str:
 
 def _from_environment(container: Container, settings: Settings, trace: Trace, variable: str) -> Asked:
     swarm = [name for name in settings.swarm_variables() if container.variable(name) is not None]
+    misnamed = "" if swarm else _misnamed_resource(container, settings)
+    if misnamed:
+        wanted = ",".join(settings.swarm_variables())
+        text = (
+            f"swarm assigned GPUs under a name that swarm-resource ({wanted}) doesn't have: none given, rather than all"
+        )
+        trace.warn("swarm resource", misnamed, container.position(misnamed), text)
+        return Asked("", (), misnamed)
     names = swarm or [name for name in settings.visible_devices_envvars if container.variable(name) is not None]
     if not names:
         return _from_legacy_image(container, settings, trace)
@@ -119,6 +127,14 @@ def _from_environment(container: Container, settings: Settings, trace: Trace, va
     word = next((device for device in devices if device in ("all", "none")), "")
     chosen = {"all": ("all",), "none": ()}.get(word, unique(devices))
     return Asked("environment", chosen, variable)
+
+
+def _misnamed_resource(container: Container, settings: Settings) -> str:
+    """A variable by which swarm has assigned GPUs, where one of another name is configured: DOCKER_RESOURCE_<KIND>,
+    with the kind as the engine's node-generic-resources spell it (NVIDIA-GPU for GPU is the usual mistake)."""
+    if not settings.swarm_variables():
+        return ""
+    return next((name for name, _ in container.env if name.startswith("DOCKER_RESOURCE_") and "GPU" in name), "")
 
 
 def _from_legacy_image(container: Container, settings: Settings, trace: Trace) -> Asked:
