@@ -126,7 +126,7 @@ def _conclude(console: Console, report: dict[str, Any]) -> None:
     if "planned" in report:
         console.print(Text(f"steps 4 and 5 were planned, not done: {report['planned']}", "yellow"))
     elif report["ok"]:
-        console.print(Text(f"{len(containers)} containers started; each saw exactly what it was to see", "green"))
+        console.print(Text(f"containers started: {len(containers)}; each saw exactly what it was to see", "green"))
     if beyond:
         text = f"by the rules in force that is more than the kubelet gave: {', '.join(beyond)} (see --policy kubelet)"
         console.print(Text(text, "bold red"))
