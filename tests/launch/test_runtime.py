@@ -85,6 +85,20 @@ def test_capabilities_decide_what_is_mounted(machine: Machine) -> None:
     assert "libGLX_nvidia" in every
 
 
+@pytest.mark.parametrize(
+    ("hooks", "links", "cache"),
+    [("'update-ldcache'", True, False), ("'create-symlinks', 'update-ldcache'", False, False), ("'all'", False, False)],
+)
+def test_what_hooks_would_do_is_left_out_where_configured(
+    machine: Machine, hooks: str, links: bool, cache: bool
+) -> None:
+    machine.configure(rest=f"[nvidia-container-runtime.modes.jit-cdi]\nnvcdi-disable-hooks = [{hooks}]\n")
+    assert gpus(machine.create(config(f"{V}=1"))) == ["/dev/nvidia1"]
+    root = machine.bundle / "rootfs"
+    assert (root / "usr/lib/x86_64-linux-gnu/libcuda.so.1").is_symlink() is links
+    assert (root / "etc/ld.so.cache").exists() is cache
+
+
 def test_a_pause_container_goes_straight_through(machine: Machine) -> None:
     before = config(f"{V}=all", annotations=pod(kind="sandbox"))
     assert machine.create(before) == before

@@ -129,6 +129,19 @@ def understand(
     )
 
 
+def less(work: RootfsWork, without: Iterable[str]) -> RootfsWork:
+    """The work without what some hooks of the peer would do, by the hooks' names; "all" for every one."""
+    changes: dict[str, dict[str, Any]] = {
+        "create-symlinks": {"links": (), "device_links": ()},
+        "update-ldcache": {"folders": ()},
+        "enable-cuda-compat": {"host_driver": "", "host_cuda": ""},
+        "disable-device-node-modification": {"freeze_device_nodes": False},
+    }
+    for name in without:
+        work = RootfsWork() if name == "all" else work.replace(**changes.get(name, {}))
+    return work
+
+
 def join(works: Iterable[RootfsWork]) -> RootfsWork:
     """Several works as one, each link and folder once."""
     works = list(works)

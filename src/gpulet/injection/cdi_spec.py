@@ -6,7 +6,7 @@ import os
 
 from gpulet.errors import CdiError
 from gpulet.injection import build, cdi_rules
-from gpulet.injection.cdi_hooks import hook_args
+from gpulet.injection.cdi_hooks import hook_args, less
 from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork, SymLink
 from gpulet.injection.select import Selection, select
 from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
@@ -140,21 +140,6 @@ def _devices(facts: NodeFacts) -> list[tuple[Gpu | MigDevice, Selection]]:
     return [*whole, *((mig, Selection((), (mig,))) for gpu in facts.gpus for mig in gpu.mig)]
 
 
-def _less(work: RootfsWork, without: Sequence[str]) -> RootfsWork:
-    """The work without what some hooks of the peer would do, by the hooks' names."""
-    if "all" in without:
-        return RootfsWork()
-    changes: dict[str, Any] = {
-        "create-symlinks": {"links": (), "device_links": ()},
-        "update-ldcache": {"folders": ()},
-        "enable-cuda-compat": {"host_driver": "", "host_cuda": ""},
-        "disable-device-node-modification": {"freeze_device_nodes": False},
-    }
-    for name in without:
-        work = work.replace(**changes.get(name, {}))
-    return work
-
-
 def assemble(
     kind: str, devices: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any], annotations: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -205,7 +190,7 @@ def make_spec(
         files = files.replace(files=tuple(file for file in files.files if file.kind != "library32"))
 
     def edits(injection: Injection, *, profile: bool = False) -> dict[str, Any]:
-        kept = injection.replace(gids=injection.gids if gids else (), rootfs=_less(injection.rootfs, without))
+        kept = injection.replace(gids=injection.gids if gids else (), rootfs=less(injection.rootfs, without))
         return edits_of(
             kept, hook_path, paths, profile=profile and not {"all", "update-application-profile"} & {*without}
         )

@@ -151,6 +151,10 @@ def _from_node(request: Request, settings: Settings) -> Found:
     if set(DRIVER_CAPABILITIES) <= set(request.capabilities):
         request = request.replace(capabilities=("all",))  # with the files that belong to none of them
     injection = build.build(facts, files, request)
+    if settings.jit_disable_hooks:
+        from gpulet.injection.cdi_hooks import less
+
+        injection = injection.replace(rootfs=less(injection.rootfs, settings.jit_disable_hooks))
     known = facts.source == "procfs" and not any(gpu.mig_enabled or not gpu.uuid for gpu in facts.gpus)
     looked = looked_into(files, facts.dev_root, settings.cli_ldcache) if known else ()
     return Found(injection.replace(gids=()) if settings.no_device_gids else injection, looked, assumed)
