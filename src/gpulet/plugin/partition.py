@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-Matrix = Sequence[Sequence[int]]
+from gpulet.plugin.splits import Matrix, best_of_two, first_of_two, pairs, ways
 
 
 class Partitioner:
@@ -52,16 +52,20 @@ class Partitioner:
         left, target = gpus, self._split(self._mask(gpus), size)
         best: tuple[int, list[int]] = (-1, [])
         while left:
+            if size < len(left) <= 2 * size:
+                last = first_of_two(self._given, left, size, target)
+                return max([best, *last], key=lambda item: item[0])[1]
             first, *others = left
             small = len(left) % size
-            ways = _ways(self._given, [first], others, size - 1, left) if len(left) >= size else []
+            options = ways(self._given, [first], others, size - 1, left) if len(left) >= size else []
             if small:
-                ways += _ways(self._given, [first], others, small - 1, left)
+                options += ways(self._given, [first], others, small - 1, left)
             inf = len(self._given)  # the gaps of the smaller set come after every GPU
-            in_order = sorted((sorted(way) + [inf] * (size - len(way)), way, score) for way, score in ways)
+            in_order = sorted((sorted(way) + [inf] * (size - len(way)), way, score) for way, score in options)
             for _, taken, score in in_order:
                 rest = [gpu for gpu in others if gpu not in taken]
-                if score + self._split(self._mask(rest), size) == target:
+                mask = self._mask(rest)
+                if score + self._bound(mask, size) >= target and score + self._split(mask, size) == target:
                     break
             left, target = rest, target - score
             if len(taken) == size and score > best[0]:
@@ -72,7 +76,7 @@ class Partitioner:
         pool = self._mask(free)
         fixed = sorted(must)
         best: tuple[int, int, list[int]] | None = None
-        for way, score in _ways(self._given, fixed, sorted(free - must), size - len(fixed), sorted(free)):
+        for way, score in ways(self._given, fixed, sorted(free - must), size - len(fixed), sorted(free)):
             gpus = sorted(way)
             total = score + self._split(pool & ~self._mask(gpus), size)
             if best is None or (total, score) > best[:2] or ((total, score) == best[:2] and gpus < best[2]):
@@ -118,10 +122,13 @@ class Partitioner:
         mask = self._canon(mask)
         bits = _bits(mask)
         if len(bits) <= size:
-            return _pairs(self._scores, bits)
+            return pairs(self._scores, bits)
         found = self._best.get((mask, size))
         if found is not None:
             return found
+        if len(bits) <= 2 * size:
+            self._best[mask, size] = best = best_of_two(self._scores, bits, size)
+            return best
         rest = len(bits) % size
         best = 0
         if rest:  # the smaller set first: what remains then divides evenly, and its lowest GPU is in some full set
@@ -129,7 +136,7 @@ class Partitioner:
         else:
             options, fixed, count = bits[1:], bits[:1], size - 1
         reached: dict[int, int] = {}
-        for members, score in _ways(self._scores, fixed, options, count, bits):
+        for members, score in ways(self._scores, fixed, options, count, bits):
             state = self._canon(mask - sum([1 << bit for bit in members]))
             if score > reached.get(state, -1):
                 reached[state] = score
@@ -141,50 +148,8 @@ class Partitioner:
         return best
 
 
-def _ways(
-    scores: Matrix, fixed: Sequence[int], members: Sequence[int], count: int, pool: Sequence[int]
-) -> list[tuple[tuple[int, ...], int]]:
-    """The ways to add `count` of the members to the fixed ones, each with its score; of members that are
-    interchangeable as far as the pool is concerned always the first."""
-    groups: list[list[int]] = []
-    for one in members:
-        for group in groups:
-            a, b = scores[one], scores[group[0]]
-            if all(a[other] == b[other] for other in pool if other not in (one, group[0])):
-                group.append(one)
-                break
-        else:
-            groups.append([one])
-    if len(groups) == len(members):  # nothing is interchangeable: no need to count
-        plain = [(*fixed, *way) for way in combinations(members, count)]
-        return [(way, _pairs(scores, way)) for way in plain]
-    ways = [(tuple(fixed), _pairs(scores, fixed))]
-    left, full = len(members), len(fixed) + count
-    for group in groups:
-        left -= len(group)
-        row = scores[group[0]]
-        inside = row[group[1]] if len(group) > 1 else 0
-        grown = []
-        for way, score in ways:
-            least, most = max(0, full - len(way) - left), min(len(group), full - len(way))
-            link = sum([row[other] for other in way]) if most else 0
-            for taken in range(least, most + 1):
-                grown.append((way + tuple(group[:taken]), score + taken * link + taken * (taken - 1) // 2 * inside))
-        ways = grown
-    return ways
-
-
 def _bits(mask: int) -> list[int]:
     return [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
-
-
-def _pairs(scores: Matrix, members: Sequence[int]) -> int:
-    total = 0
-    for place, one in enumerate(members):
-        row = scores[one]
-        for other in members[place + 1 :]:
-            total += row[other]
-    return total
 
 
 def _arrange(scores: Matrix, gpus: Sequence[int]) -> tuple[list[int], list[list[tuple[int, int]]]]:
