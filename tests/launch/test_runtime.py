@@ -121,6 +121,13 @@ def test_everything_else_goes_through_untouched(machine: Machine, arguments: lis
     assert machine.environment("low")["TTRPC_ADDRESS"] == "/run/x"
 
 
+def test_no_signal_stays_ignored(machine: Machine) -> None:
+    """Python ignores SIGPIPE; a container in which it were ignored would have `yes | head` complain."""
+    machine.low.write_text("#!/bin/sh\nexec grep SigIgn /proc/self/status\n")
+    done = machine.run("gpulet-runtime", "state", "x")
+    assert done.stdout.split() == ["SigIgn:", "0000000000000000"]
+
+
 def test_with_a_broken_configuration_containers_can_still_be_stopped(machine: Machine) -> None:
     machine.config_file.write_text("[")
     low = machine.folder / "bin" / "low"

@@ -10,6 +10,7 @@ from gpulet.errors import EngineError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import NoReturn
 
 # searched after PATH, since engines may start us with a short one
 DEFAULT_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
@@ -50,6 +51,18 @@ def low_level_runtime(candidates: Sequence[str]) -> str:
         seen=f"tried {tried} in {':'.join(search_path())}",
         remedy="install runc or crun, or correct nvidia-container-runtime.runtimes in config.toml",
     )
+
+
+def become(path: str, arguments: Sequence[str]) -> NoReturn:
+    """Replaces this process by a program. Raises OSError.
+
+    Python ignores SIGPIPE and SIGXFSZ from its start on, which would go on into every container's processes.
+    """
+    import _signal  # type: ignore[import-not-found]  # what `signal` is made of; that would load enum too
+
+    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
+        _signal.signal(number, _signal.SIG_DFL)
+    os.execv(path, [path, *arguments])
 
 
 def hook(configured: str) -> str:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error(f"internal error: {type(error).__name__}: {error}; please report it")
         return 1
     try:
-        os.execv(low_level, [low_level, *arguments])
+        programs.become(low_level, arguments)
     except OSError as error:
         _log(call, settings).error(f"could not exec '{low_level}': {error.strerror}")
         return 1
