@@ -169,7 +169,7 @@ class Agent:
         """Say this from now on."""
         self._offer = offer
         if self._server:
-            await self._server.offer(offer)
+            self._server.offer(offer)
 
     async def run(self) -> None:
         """Serve and register until cancelled; always leaves without a server and without a socket of ours."""
@@ -227,11 +227,10 @@ class Agent:
 
     async def _serve(self) -> None:
         server = Server(self.path, self._offer, *self._server_args)
-        await server.start()
+        server.start()
         self._server = server
-        await server.offer(self._offer)
 
     async def _withdraw(self) -> None:
         server, self._server = self._server, None
         if server:
-            await server.stop()
+            await asyncio.to_thread(server.stop)
