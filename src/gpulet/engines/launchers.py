@@ -16,6 +16,7 @@ import sysconfig
 from pathlib import Path
 
 import gpulet
+from gpulet.engines import pack
 
 # program -> (module, the peer's program that it stands in for)
 PROGRAMS = {
@@ -42,16 +43,28 @@ def first_lines(interpreter: str, flags: str) -> str:
     return f"#!/bin/sh\n'''{command}\n' '''\n"
 
 
-def launcher_text(module: str, interpreter: str = sys.executable) -> str:
-    """The text of one launcher: isolated interpreter, gpulet's folder first, its libraries' folder last."""
+def launcher_text(module: str, modules: tuple[Path, int], interpreter: str = sys.executable) -> str:
+    """The text of one launcher: isolated interpreter, gpulet's folder first, its libraries' folder last; the modules
+    come out of the pack (its path and its head's length), where that is this interpreter's."""
     source = str(Path(gpulet.__file__).resolve().parent.parent)
     libraries = sysconfig.get_paths()["purelib"]
+    path, length = modules
     return (
         f"{first_lines(interpreter, '-IS')}"
-        "import gc, os, sys\n"
+        "import gc, marshal, os, sys\n"
         "gc.disable()\n"
         f"sys.path.insert(0, {source!r})\n"
         f"sys.path.append({libraries!r})\n"
+        "try:\n"
+        f"    file = os.open({str(path)!r}, os.O_RDONLY | os.O_CLOEXEC)\n"
+        f"    head = os.pread(file, {length}, 0)\n"
+        "    if head[:4] == sys.modules['_frozen_importlib_external'].MAGIC_NUMBER:\n"
+        "        code, index = marshal.loads(head[4:])\n"
+        "        space = {'__name__': 'gpulet.engines.packed'}\n"
+        "        exec(code, space)\n"
+        f"        space['install'](file, {length}, index)\n"
+        "except (OSError, ValueError, EOFError, TypeError):\n"
+        "    pass\n"
         f"from {module} import main\n"
         "code = main()\n"
         "sys.stdout.flush()\n"
@@ -70,7 +83,10 @@ def write_launchers(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         folder.mkdir(parents=True)
         folder.chmod(0o755)  # whatever the umask: engines may run as other users
-    texts = {program: launcher_text(module) for program, (module, _peer) in PROGRAMS.items()}
+    # a launcher runs once per container: compiled modules must be there before the first one
+    compileall.compile_dir(str(Path(gpulet.__file__).parent), quiet=2, maxlevels=3)
+    modules = pack.write(folder)
+    texts = {program: launcher_text(module, modules) for program, (module, _peer) in PROGRAMS.items()}
     texts |= {program: lasting_text(module) for program, (module, _peer) in LASTING.items()}
     written = {}
     for program, text in texts.items():
@@ -80,6 +96,4 @@ def write_launchers(folder: Path) -> dict[str, Path]:
         aside.chmod(0o755)
         aside.rename(path)
         written[program] = path
-    # a launcher runs once per container: compiled modules must be there before the first one
-    compileall.compile_dir(str(Path(gpulet.__file__).parent), quiet=2, maxlevels=3)
     return written
