@@ -191,21 +191,27 @@ class Root:
         replace_file is false.
         """
         parent, name = self.split(path)
-        before = self._before(parent, name)
-        if _link_text(parent, name) == target or (before == "file" and not replace_file):
-            return False
-        restore = self._restorer(parent, name, before)
         try:
-            if not before:
-                self._make_link(parent, name, target)
+            self._make_link(parent, name, target)
         except FileExistsError:
-            before = "link"
+            restore = self._replace(parent, name, path, target, replace_file)
         except OSError as error:
             raise failed("write", path, error) from error
-        if before:
-            self._swap_in(parent, name, path, lambda aside: self._make_link(parent, aside, target))
+        else:
+            restore = lambda: os.unlink(name, dir_fd=parent)  # noqa: E731
+        if restore is None:
+            return False
         self.record(f"link {path} -> {target}", restore)
         return True
+
+    def _replace(self, parent: int, name: str, path: str, target: str, replace_file: bool) -> Callable[[], None] | None:
+        """Puts a link in place of what is there; answers how to undo that, None where nothing was to be changed."""
+        before = self._before(parent, name)
+        if _link_text(parent, name) == target or (before == "file" and not replace_file):
+            return None
+        restore = self._restorer(parent, name, before)
+        self._swap_in(parent, name, path, lambda aside: self._make_link(parent, aside, target))
+        return restore
 
     def write(self, path: str, data: bytes, mode: int = 0o644) -> bool:
         """Puts a file at path, in one moment. Answers whether anything changed."""
@@ -273,7 +279,11 @@ class Root:
     def _make_link(self, parent: int, name: str, target: str) -> None:
         os.symlink(target, name, dir_fd=parent)
         if self.owner != (os.geteuid(), os.getegid()):
-            os.chown(name, *self.owner, dir_fd=parent, follow_symlinks=False)
+            try:
+                os.chown(name, *self.owner, dir_fd=parent, follow_symlinks=False)
+            except OSError:
+                os.unlink(name, dir_fd=parent)
+                raise
 
     def _make_file(self, parent: int, name: str, data: bytes, mode: int) -> None:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC

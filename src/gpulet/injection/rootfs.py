@@ -65,7 +65,7 @@ def carry_out(
     else:  # where each step is a hook of its own, an earlier one has decided
         first = (root.read(COMPAT) or b"").decode("utf-8", "surrogateescape").strip()
     if work.folders or (weighed and (first or root.exists(COMPAT))):
-        _update_loader(root, work.folders, first, libraries, ldconfig)
+        _update_loader(root, work, first, libraries, ldconfig)
     if work.profile_minors:
         write_profile(root, work.profile_minors)
 
@@ -94,16 +94,19 @@ class Library:
 
 def _update_loader(
     root: Root,
-    folders: Sequence[str],
+    work: RootfsWork,
     first: str,
     libraries: Sequence[Library],
     ldconfig: Callable[[Sequence[str]], bool] | None,
 ) -> None:
+    folders = work.folders
     entries = []
+    linked = {link.path for link in work.links}
     for item in libraries or [item for folder in folders for item in _lying_in(root, folder)]:
-        if item.soname != item.name:  # as ldconfig does; and as it, leave a real file of that name alone
-            root.symlink(item.name, f"{item.folder}/{item.soname}", replace_file=False)
-        entries.append(ldcache.Entry(item.soname, f"{item.folder}/{item.soname}", item.flags))
+        path = f"{item.folder}/{item.soname}"
+        if item.soname != item.name and path not in linked:  # as ldconfig does; and as it, leave a real file alone
+            root.symlink(item.name, path, replace_file=False)
+        entries.append(ldcache.Entry(item.soname, path, item.flags))
     if first:
         above = [ldcache.Entry(i.soname, f"{i.folder}/{i.name}", i.flags) for i in _lying_in(root, first)]
         entries = above + entries
