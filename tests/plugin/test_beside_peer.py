@@ -73,7 +73,7 @@ class Ears(rpc.RegistrationServicer):
                 "unknown": _answer(stub, ["nobody"], root),
                 "none": _answer(stub, [], root),
             }
-            for size in (1, 2, len(ids)):
+            for size in {1, min(2, len(ids)), len(ids)}:
                 wanted = pb.ContainerPreferredAllocationRequest(available_deviceIDs=ids, allocation_size=size)
                 reply = stub.GetPreferredAllocation(pb.PreferredAllocationRequest(container_requests=[wanted]))
                 said[f"prefer {size}"] = len(reply.container_responses[0].deviceIDs)
@@ -166,6 +166,15 @@ CASES = {
     "several models": ("mixed", "", []),
     "several models, mixed": ("mixed", "", ["--mig-strategy=mixed"]),
     "holes": ("sparse", "", []),
+    "tegra": ("tegra", "", ["--device-discovery-strategy=tegra"]),
+    "tegra index": ("tegra", "", ["--device-discovery-strategy=tegra", "--device-id-strategy=index"]),
+    "tegra index cdi": (
+        "tegra",
+        "",
+        ["--device-discovery-strategy=tegra", "--device-id-strategy=index", "--device-list-strategy=cdi-cri"],
+    ),
+    "tegra replicas": ("tegra", SLICED, ["--device-discovery-strategy=tegra"]),
+    "patterns": ("mixed", "resources: {gpus: [{pattern: '*H100*', name: h100}, {pattern: '*', name: gpu}]}", []),
     "device nodes": ("h100x8", "", ["--pass-device-specs"]),
     "device nodes of replicas": ("h100x8", SLICED, ["--pass-device-specs"]),
     "device nodes and cdi": ("h100x8", "", ["--pass-device-specs", "--device-list-strategy=cdi-cri"]),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,8 @@ from gpulet.injection.cdi import Registry
 from gpulet.sim import node as simulated
 from gpulet.sim.inject import inject
 from gpulet.sim.kubelet import Kubelet
+from gpulet.sim.pods import ContainerSpec, Pod
+from support import plugin_process as plugin
 from support.plugin_process import short_folder, until
 
 pytestmark = [
@@ -270,3 +274,69 @@ def test_what_only_prints(words):
 def test_a_wrong_command_line():
     done = subprocess.run([sys.executable, "-m", "gpulet.plugin.main", "--nope"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "gpulet-device-plugin: unknown argument: --nope; see --help\n")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_metrics_of_a_node(site):
+    """Everything that an operator asks about, from the GPUs' health to who has them."""
+    port = free_port()
+    site.kubelet.stop()
+    site.kubelet = Kubelet(site.folder / "kubelet", site.folder / "pod-resources" / "kubelet.sock")
+    site.kubelet.start()
+    (site.folder / "c.yaml").write_text("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2}]}}")
+    (site.folder / "chosen.yaml").symlink_to("c.yaml")
+    words = [f"--metrics-address=127.0.0.1:{port}", "--device-list-strategy=cdi-cri"]
+    site.start(*words, "--config-file", str(site.folder / "chosen.yaml"))
+    site.kubelet.wait_for(GPU, 16)
+    container = ContainerSpec("main", limits={GPU: 1})
+    site.kubelet.admit(Pod("trainer", (container,), namespace="team", uid="u-1"))
+
+    def missing(*wanted):
+        lines = plugin.get(port, "/metrics")[1].splitlines()
+        return [one for one in wanted if not any(re.fullmatch(one, line) for line in lines)]
+
+    held = r'gpu_allocation_info\{{container="main",mig="",namespace="{}",pod="{}",replica="0",uuid="{}"\}} 1.0'
+    uuid, driver = site.uuids[0], re.escape(site.node.description.driver)
+    plugin.until(lambda: not missing(r'dp_nvml_calls_total\{fn="wait",rc="0"\} [1-9].*'))
+    assert not missing(
+        held.format("team", "trainer", uuid),
+        rf'gpu_health\{{pci=".+",reason="",serial=".+",uuid="{uuid}",xid=""\}} 1.0',
+        rf'driver_info\{{cuda=".+",lib_version="{driver}",module_version="{driver}"\}} 1.0',
+        r"driver_mismatch 0.0",
+        rf'cdi_spec_info\{{driver="{driver}",file="k8s.device-plugin.nvidia.com-gpu.json",fingerprint=".{{8}}"\}} 1.0',
+        r'cdi_spec_stale\{file="k8s.device-plugin.nvidia.com-gpu.json"\} 0.0',
+        r"cdi_spec_errors 0.0",
+        r'dp_config_info\{hash=".{8}",key="c.yaml"\} 1.0',
+        r"dp_kubelet_restarts_seen_total 0.0",
+        r'dp_nvml_calls_total\{fn="init",rc="0"\} 1.0',
+        r"dp_last_health_check_timestamp_seconds 1.*",
+        r"gpu_expected 8.0",
+        r"gpu_enumerated 8.0",
+    )
+    inject(site.folder, "gpu 1 recovery 2")
+    inject(site.folder, "gpu 1 xid 79")
+    inject(site.folder, "gpu 2 lost")
+    (site.folder / "cdi" / "broken.json").write_text("{")
+    site.kubelet.wait_for(GPU, 12)
+    plugin.until(
+        lambda: (
+            not missing(
+                rf'gpu_health\{{.*reason="Xid 79 .*",serial=".+",uuid="{site.uuids[1]}",xid="79"\}} 0.0',
+                rf'gpu_recovery_action\{{uuid="{site.uuids[1]}"\}} 2.0',
+                rf'gpu_xid_total\{{action="reboot",class="bus",uuid="{site.uuids[1]}",xid="79"\}} 1.0',
+                r"gpu_enumerated 7.0",
+                r"cdi_spec_errors 1.0",
+                r'dp_nvml_calls_total\{fn="state",rc="15"\} .*',
+            )
+        )
+    )
+    site.kubelet.restart()
+    site.kubelet.wait_for(GPU, 12)
+    plugin.until(lambda: not missing(r"dp_kubelet_restarts_seen_total 1.0"))
+    site.kubelet.stop()  # its API is gone, its checkpoint is not
+    assert not missing(held.format("", "u-1", uuid))
