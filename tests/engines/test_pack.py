@@ -15,7 +15,7 @@ WHERE = "import sys, gpulet.launch.argp as m\nprint(type(m.__spec__.loader).__na
 
 def loader_of(tmp_path: Path, modules: tuple[Path, int]) -> str:
     """What loaded a module of ours in a process that starts as a launcher does."""
-    text = launcher_text("gpulet.launch.argp", modules)
+    text = launcher_text("gpulet.launch.argp", modules=modules)
     program = tmp_path / "program"
     program.write_text(text[: text.index("from gpulet.launch.argp import main")] + WHERE)
     program.chmod(0o755)

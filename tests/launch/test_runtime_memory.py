@@ -77,7 +77,7 @@ def test_what_comes_back_is_what_was_worked_out(machine: Machine, monkeypatch: p
         lambda root: (root / "proc/driver/nvidia/version").write_text("NVRM version: 570.86.16\n"),
         lambda root: (root / "proc/driver/nvidia/gpus/0000:ff:00.0").mkdir(),
         lambda root: (root / "proc/driver/nvidia/capabilities/gpu0/mig/gi1").mkdir(parents=True),
-        lambda root: (root / LIB / "libcuda.so.570.86.15").write_bytes(b"other"),
+        lambda root: (root / "dev/nvidia1").rename(root / LIB / "libcuda.so.570.86.15"),
         lambda root: (root / LIB / "libcuda.so.570.86.15").unlink(),
     ],
     ids=["library", "node", "node-mode", "folder", "driver", "gpu", "mig", "replaced", "removed"],

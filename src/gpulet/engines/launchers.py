@@ -43,18 +43,28 @@ def first_lines(interpreter: str, flags: str) -> str:
     return f"#!/bin/sh\n'''{command}\n' '''\n"
 
 
-def launcher_text(module: str, modules: tuple[Path, int], interpreter: str = sys.executable) -> str:
-    """The text of one launcher: isolated interpreter, gpulet's folder first, its libraries' folder last; the modules
-    come out of the pack (its path and its head's length), where that is this interpreter's."""
+def launcher_text(module: str, interpreter: str = sys.executable, modules: tuple[Path, int] | None = None) -> str:
+    """The text of one launcher: isolated interpreter, gpulet's folder first, its libraries' folder last. modules: the
+    pack that the modules come out of (its path and its head's length), where that is this interpreter's."""
     source = str(Path(gpulet.__file__).resolve().parent.parent)
     libraries = sysconfig.get_paths()["purelib"]
-    path, length = modules
     return (
         f"{first_lines(interpreter, '-IS')}"
         "import gc, marshal, os, sys\n"
         "gc.disable()\n"
         f"sys.path.insert(0, {source!r})\n"
         f"sys.path.append({libraries!r})\n"
+        f"{_from_pack(*modules) if modules else ''}"
+        f"from {module} import main\n"
+        "code = main()\n"
+        "sys.stdout.flush()\n"
+        "sys.stderr.flush()\n"
+        "os._exit(code)\n"
+    )
+
+
+def _from_pack(path: Path, length: int) -> str:
+    return (
         "try:\n"
         f"    file = os.open({str(path)!r}, os.O_RDONLY | os.O_CLOEXEC)\n"
         f"    head = os.pread(file, {length}, 0)\n"
@@ -65,11 +75,6 @@ def launcher_text(module: str, modules: tuple[Path, int], interpreter: str = sys
         f"        space['install'](file, {length}, index)\n"
         "except (OSError, ValueError, EOFError, TypeError):\n"
         "    pass\n"
-        f"from {module} import main\n"
-        "code = main()\n"
-        "sys.stdout.flush()\n"
-        "sys.stderr.flush()\n"
-        "os._exit(code)\n"
     )
 
 
@@ -86,7 +91,7 @@ def write_launchers(folder: Path) -> dict[str, Path]:
     # a launcher runs once per container: compiled modules must be there before the first one
     compileall.compile_dir(str(Path(gpulet.__file__).parent), quiet=2, maxlevels=3)
     modules = pack.write(folder)
-    texts = {program: launcher_text(module, modules) for program, (module, _peer) in PROGRAMS.items()}
+    texts = {program: launcher_text(module, modules=modules) for program, (module, _peer) in PROGRAMS.items()}
     texts |= {program: lasting_text(module) for program, (module, _peer) in LASTING.items()}
     written = {}
     for program, text in texts.items():

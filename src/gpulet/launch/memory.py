@@ -2,9 +2,9 @@
 
 Looking a node over and building an Injection costs a starting container several milliseconds and comes to the same
 until something on the node changes. So it is kept as JSON in the state folder, with everything that was asked and
-configured, and the evidence: what the driver says in /proc, and the state of every folder that was looked into and
-of every device node and file that goes in. It counts as long as the evidence is the same. `gpulet explain` reads it
-too, and never writes. Loaded by the programs in launch/.
+configured, and the evidence: what the driver says in /proc, and the state of every device node and of every folder
+that was looked into or that holds what goes in. It counts as long as the evidence is the same. `gpulet explain` reads
+it too, and never writes. Loaded by the programs in launch/.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Memory:
         import time
 
         nodes = [node.host_path for node in injection.devices]
-        bound = [mount.source for mount in injection.mounts if mount.type in ("", "bind")]
+        bound = [_evidence(mount.source) for mount in injection.mounts if mount.type in ("", "bind")]
         states = {path: _state(path) for path in (*looked, *nodes, *bound)}
         young = time.time_ns() - FRESH
         if any(seen and seen[1] > young for seen in states.values()):
@@ -88,6 +88,13 @@ class Memory:
             codec.write_own(self._path, content)
         except OSError:
             pass
+
+
+def _evidence(source: str) -> str:
+    """What changes when a file is replaced or removed: its folder, which many share; not /tmp or /run, which change all
+    the time."""
+    folder = os.path.dirname(source)
+    return folder if folder.count("/") > 1 else source
 
 
 def _state(path: str) -> list[int] | None:
