@@ -1,19 +1,21 @@
 """The little of the Kubernetes API that we use, over HTTPS as the Pod's service account.
 
-A client library would cost tens of megabytes for three kinds of request. Loaded only where it is used.
+A client library would cost tens of megabytes for three kinds of request. TLS is loaded with the first of them: it is
+the larger part of what this module costs, and on a healthy node nothing has to be said.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import ssl
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gpulet.errors import GpuletError
+
+if TYPE_CHECKING:
+    import http.client
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 TIMEOUT = 10.0  # seconds for one answer
@@ -41,6 +43,8 @@ class ApiServer:
 
     def send(self, method: str, path: str, body: Any = None, kind: str = "application/json") -> Any:
         """The answer's object. Raises ApiError."""
+        import http.client
+
         connection = self._connect(TIMEOUT)
         try:
             with self._response(connection, method, path, body, kind) as response:
@@ -52,6 +56,8 @@ class ApiServer:
 
     def watch(self, path: str) -> Iterator[Any]:
         """The events of a watch, until the server or the silence of WATCH_SECONDS ends it. Raises ApiError."""
+        import http.client
+
         connection = self._connect(WATCH_SECONDS + TIMEOUT)
         try:
             with self._response(connection, "GET", f"{path}&watch=true&timeoutSeconds={WATCH_SECONDS}") as response:
@@ -63,6 +69,9 @@ class ApiServer:
             connection.close()
 
     def _connect(self, timeout: float) -> http.client.HTTPConnection:
+        import http.client
+        import ssl
+
         place = urlsplit(self.url)
         if place.scheme == "http":
             return http.client.HTTPConnection(place.hostname or "", place.port, timeout=timeout)
