@@ -14,7 +14,6 @@ from time import perf_counter
 from gpulet import settings as settings_file
 from gpulet.errors import ConfigError, GpuletError
 from gpulet.launch import call as calls
-from gpulet.launch.log import Log
 from gpulet.settings import Settings
 from gpulet.version import __version__
 
@@ -22,6 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gpulet.launch.log import Log
     from gpulet.launch.plan import Bundle, Plan
 
 
@@ -76,6 +76,8 @@ def create(call: calls.Call, settings: Settings) -> None:
     if plan.config != bundle.config:
         write_config(bundle.path, plan.config)
     times.append(perf_counter())
+    if settings.debug in ("", "/dev/null"):
+        return
     spent = zip(("decide", "plan", "prepare", "write"), times, times[1:], strict=False)
     _tell(_own_log(call, settings), bundle, plan, " ".join(f"{phase}={(b - a) * 1e3:.1f}" for phase, a, b in spent))
 
@@ -96,10 +98,14 @@ def _settings(call: calls.Call) -> Settings:
 
 def _own_log(call: calls.Call, settings: Settings) -> Log:
     """The configured log alone: podman takes whatever stands in the engine's file for the reason of a failure."""
+    from gpulet.launch.log import Log
+
     return Log((settings.debug,), "debug" if call.debug else settings.log_level, call.log_format)
 
 
 def _log(call: calls.Call, settings: Settings) -> Log:
+    from gpulet.launch.log import Log
+
     sinks = () if call.version else (settings.debug, call.log)
     return Log(sinks, "debug" if call.debug else settings.log_level, call.log_format)
 
