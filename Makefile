@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# a benchmark's PEER_... variables pass sudo, which drops what it isn't told of
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
 
 # what runs the demo, and what its tests need beside
 DEMO_PACKAGES := python3-venv gcc libc6-dev runc busybox-static
-TEST_PACKAGES := $(DEMO_PACKAGES) crun musl musl-tools util-linux
+TEST_PACKAGES := $(DEMO_PACKAGES) crun podman musl musl-tools openssl uidmap util-linux
 
 .PHONY: demo test lint bench clean
 .DEFAULT_GOAL := help
@@ -31,7 +32,7 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@scripts/packages $(TEST_PACKAGES)
-	@$(SUDO) env PATH="$$PATH" $(BIN)/python -m bench $(BENCH_ARGS)
+	@$(SUDO) env PATH="$$PATH" $(shell env | grep '^PEER_') $(BIN)/python -m bench $(BENCH_ARGS)
 
 # pip's hash check covers the locked files; gpulet itself is installed editable, so a `git pull` needs no second install
 $(VENV)/.demo: pyproject.toml requirements.lock scripts/venv
