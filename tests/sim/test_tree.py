@@ -367,3 +367,13 @@ def test_without_root_plain_files_stand_in() -> None:
         environment = {**os.environ, "XDG_CACHE_HOME": f"{folder}/cache", "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "True True 4\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "profile", [name for name in description.profiles() if description.load_profile(name).platform == "discrete"]
+)
+def test_more_gpus_than_a_profile_has(profile: str) -> None:
+    """Repeated GPUs keep their kind and get addresses, minors and UUIDs of their own."""
+    gpus = description.load_profile(profile, gpus=20).gpus
+    for what in ("bus_id", "minor", "uuid", "index"):
+        assert len({getattr(gpu, what) for gpu in gpus}) == 20

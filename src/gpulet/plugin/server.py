@@ -1,8 +1,8 @@
 """One resource's gRPC server: the kubelet's device plugin service on a unix socket.
 
 The server always answers with its current Offer; `offer()` swaps it while streams stay open, so a reload or a health
-change reaches every stream as one message. It runs on gRPC's own threads, not in the daemon's event loop: an answer is
-a tenth of a millisecond sooner so, and Pods wait for it.
+change reaches every stream as one message. It runs on gRPC's own threads, not in the daemon's event loop, so that an
+answer waits for nothing else that the daemon does.
 """
 
 from __future__ import annotations

@@ -229,15 +229,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _rows(rows: list[GpuRow], wanted: int | None) -> list[GpuRow]:
+    """So many rows: the profile's own, repeated where there are too few, with addresses and minors of their own."""
     if wanted is None or not rows:
         return rows
+    minors = [index if row.minor is None else row.minor for index, row in enumerate(rows)]
     made = []
     for index in range(wanted):
         turn, place = divmod(index, len(rows))
         row = rows[place]
         if turn:
             tops = {what: f"{turn}.{name}" if (name := getattr(row, what)) else "" for what in ("bridge", "switch")}
-            row = row.model_copy(update={"bus": f"{turn:04x}:{row.bus[-7:]}", "minor": None, **tops})
+            domain = int(row.bus[:-8], 16) if row.bus.count(":") == 2 else 0
+            bus = f"{turn * 0x100 + domain:04x}:{row.bus[-7:]}"
+            row = row.model_copy(update={"bus": bus, "minor": turn * (max(minors) + 1) + minors[place], **tops})
         made.append(row)
     return made
 
