@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from gpulet.sim.evidence import ranges
 
 Report = dict[str, Any]
 
@@ -63,9 +66,9 @@ def _show_container(console: Console, container: Report, order: dict[str, int]) 
     table.add_column(overflow="fold")
     for step in container["steps"]:
         number = NUMBERS[step["step"]]
-        table.add_row("", f"{number} {step['step']}", f"{step['ms']:.1f} ms", Text(step["evidence"]))
+        table.add_row("", f"{number} {step['step']}", f"{step['ms']:.1f} ms", Text(_short(step["evidence"])))
     if container["reason"]:
-        table.add_row("", "  why", "", Text(container["reason"], style="italic"))
+        table.add_row("", "  why", "", Text(_short(container["reason"]), style="italic"))
     for note in container["notes"]:
         table.add_row("", "  note", "", Text(note, style="dim"))
     console.print(table)
@@ -82,5 +85,10 @@ def _show_container(console: Console, container: Report, order: dict[str, int]) 
     console.print(Text(text.replace("saw GPU none", "saw no GPU"), style))
 
 
+def _short(text: str) -> str:
+    """UUIDs by their first part, which tells eight GPUs apart; the data of --json has them whole."""
+    return re.sub(r"((?:GPU|MIG)-[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", r"\1…", text)
+
+
 def _list(indices: list[int]) -> str:
-    return ", ".join(str(index) for index in indices) if indices else "none"
+    return ranges(indices) if indices else "none"

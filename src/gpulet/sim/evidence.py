@@ -56,11 +56,24 @@ def inside(probe: Report) -> str:
     refused = f"{len(probe['denied'])} GPUs refused"
     if probe["nvml_error"] and not probe["devices"]:
         return f"no /dev/nvidia*, no driver library ({probe['nvml_error']}); {refused}"
-    names = " ".join(device.removeprefix("/dev/") for device in probe["devices"])
+    gpus = [int(name) for one in probe["devices"] if (name := one.removeprefix("/dev/nvidia")).isdigit()]
+    others = [one.removeprefix("/dev/") for one in probe["devices"] if not one[-1].isdigit() or "/" in one[5:]]
+    names = " ".join([f"nvidia{ranges(gpus)}", *others] if gpus else others)
     read_only = sum("ro" in one["flags"] for one in probe["files"])
     library = probe["libraries"].get("libnvidia-ml.so.1")
     nvml = f"NVML lists {len(probe['nvml'])} through {library}" if library else "no libnvidia-ml.so.1"
     return f"{nvml}; {names}; {len(probe['files'])} driver mounts ({read_only} read-only); {refused}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Whole numbers as people write them: "0-3,7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def seen(probe: Report) -> Report:
