@@ -151,12 +151,16 @@ def test_what_is_no_program(image: Path, path: str) -> None:
     assert caught.value.errno == (2 if path == "/nope" else 13)
 
 
+# Ubuntu's ldconfig is a shell script around ldconfig.real
+LDCONFIG = "/sbin/ldconfig.real" if Path("/sbin/ldconfig.real").exists() else "/sbin/ldconfig"
+
+
 @pytest.mark.skipif(not Path("/sbin/ldconfig").exists(), reason="no ldconfig")
 def test_ldconfig_writes_a_cache_in_the_image(image: Path) -> None:
     (image / "usr/lib/libx.so.1.2").write_bytes(library("libx.so.1"))
     (image / "usr/lib/libx.so.1.2").chmod(0o755)
     arguments = ["-f", "/etc/ld.so.conf", "-C", "/etc/ld.so.cache", "/usr/lib"]
-    inside(image, lambda: confine.open_host_program("/sbin/ldconfig"), *arguments)
+    inside(image, lambda: confine.open_host_program(LDCONFIG), *arguments)
     listed = subprocess.run(
         ["/sbin/ldconfig", "-p", "-C", str(image / "etc/ld.so.cache")], capture_output=True, text=True, check=True
     ).stdout

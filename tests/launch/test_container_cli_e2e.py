@@ -155,7 +155,8 @@ def test_the_loader_finds_the_library_by_soname_through_the_merged_cache(bundle:
 def test_a_cache_written_by_ldconfig_where_asked_for(bundle: Bundle, node: SimNode, whose: str) -> None:
     if not whose.startswith("@"):
         (bundle.root / "sbin").mkdir(exist_ok=True)
-        shutil.copy("/sbin/ldconfig", bundle.root / "sbin/ldconfig")
+        real = Path("/sbin/ldconfig.real")  # Ubuntu's ldconfig is a shell script around it
+        shutil.copy(real if real.exists() else "/sbin/ldconfig", bundle.root / "sbin/ldconfig")
     log = bundle.folder / "log"
     options = f"--loader-cache=ldconfig --ldconfig={whose} --device=all --compute --utility"
     program = f"{bundle.programs['gpulet-container-cli']} --debug={log}"

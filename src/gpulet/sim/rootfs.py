@@ -97,7 +97,9 @@ def _glibc(folder: Path) -> None:
     ldconfig = shutil.which("ldconfig", path="/sbin:/usr/sbin:/bin:/usr/bin")
     if not ldconfig:
         raise NodeError("no ldconfig on this machine", remedy="install libc-bin")
-    shutil.copy2(ldconfig, folder / "sbin/ldconfig")
+    # Ubuntu's ldconfig is a shell script around ldconfig.real
+    real = Path(f"{ldconfig}.real")
+    shutil.copy2(real if real.exists() else ldconfig, folder / "sbin/ldconfig")
     done = subprocess.run([ldconfig, "-X", "-r", str(folder)], capture_output=True, text=True)
     if done.returncode:
         raise NodeError(f"ldconfig -r {folder} failed", seen=done.stderr.strip())
