@@ -194,3 +194,46 @@ def test_what_the_environment_alone_could_bring_stays_out(tmp_path: Path) -> Non
     one = container("NVIDIA_IMEX_CHANNELS=0", mounts=("1", "imex/2"), annotations=pod())
     seen = decide(one, KUBELET, book).request
     assert (seen.devices, seen.imex) == ((GPUS[0],), ())
+
+
+def test_devices_beside_gpus_by_the_plugins_answer_alone(tmp_path: Path) -> None:
+    book = ledger(tmp_path, entry(GPUS[0], NVIDIA_GDS="enabled", NVIDIA_MOFED="disabled"))
+    own = ("NVIDIA_GDS=enabled", "NVIDIA_MOFED=enabled", "NVIDIA_NVSWITCH=enabled")
+    assert decide(container(*own, annotations=pod()), KUBELET, book).request.gated == ("gds",)
+
+
+def test_other_devices_of_nvidias_are_no_indices_of_gpus(tmp_path: Path) -> None:
+    card = entry("0000:3b:00.0", resource="nvidia.com/hostdev")
+    group = entry("3", resource="nvidia.com/GA102GL_A10")
+    book = ledger(tmp_path, card, group)
+    assert not decide(container(f"{V}=all", annotations=pod()), KUBELET, book).request
+    book = ledger(tmp_path, card, entry(GPUS[0]))
+    assert decide(container(annotations=pod()), KUBELET, book).request.devices == (GPUS[0],)
+    assert ledger(tmp_path, entry("tegra")).grants[0].devices == ("tegra",)
+
+
+CRIO = {
+    "io.kubernetes.cri-o.ContainerType": "container",
+    "io.kubernetes.container.name": "main",
+    "io.kubernetes.pod.uid": UID,
+    "io.kubernetes.pod.name": "two",
+    "io.kubernetes.pod.namespace": "default",
+}
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"io.kubernetes.cri.sandbox-namespace": "exporters"},
+        {"io.kubernetes.cri.sandbox-namespace": "exporters", "io.kubernetes.cri.sandbox-name": "dcgm"},
+        {"io.kubernetes.cri.container-name": "other"},
+    ],
+)
+def test_a_pod_that_speaks_as_the_engine_that_does_not_run_it(tmp_path: Path, forged: dict[str, str]) -> None:
+    book = ledger(tmp_path, entry(GPUS[0]), entry(GPUS[1], name="other"))
+    settings = KUBELET.replace(policy_trusted=("exporters/*",))
+    assert decide(container(f"{V}=all", annotations=CRIO), settings, book).request.devices == (GPUS[0],)
+    seen = decide(container(f"{V}=all", annotations=CRIO | forged), settings, book).request
+    assert not seen
+    assert "contradict" in seen.reason
+    assert decide(container(annotations=CRIO | pod()), settings, book).request.devices == (GPUS[0],)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-# Who the container is: containerd's key, CRI-O's key.
+# Who the container is, in the words of containerd and of CRI-O.
 _IDENTITY = {
     "type": ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"),
     "name": ("io.kubernetes.cri.container-name", "io.kubernetes.container.name"),
@@ -31,7 +31,8 @@ class Container(Value):
 
     env: (name, value) in order, duplicates kept; mounts: (source, destination); root: the root file system's absolute
     path; type: "container", "sandbox" or "" outside Kubernetes; pod_uid and the rest: from the engine's annotations;
-    confirmed: whether the cgroup's path, which the engine wrote too and a Pod can't choose, carries the same Pod UID.
+    confirmed: whether all of that is the engine's word: the annotations are those of one engine alone, and the cgroup's
+    path, which the engine wrote too and a Pod can't choose, carries the same Pod UID.
     """
 
     env: tuple[tuple[str, str], ...] = ()
@@ -53,9 +54,7 @@ class Container(Value):
         process = _part(config, "process", {})
         annotations = _part(config, "annotations", {})
         cgroups_path = str(_part(config, "linux", {}).get("cgroupsPath") or "")
-        who = {
-            field: next((annotations[k] for k in keys if annotations.get(k)), "") for field, keys in _IDENTITY.items()
-        }
+        who, by_one_engine = _identity(annotations)
         root = str(_part(config, "root", {}).get("path") or "")
         return cls(
             env=_pairs(_part(process, "env", [])),
@@ -66,7 +65,7 @@ class Container(Value):
             privileged=_privileged(config, process),
             root=os.path.abspath(os.path.join(bundle, root)) if root else "",
             cgroups_path=cgroups_path,
-            confirmed=_carries(cgroups_path, who["pod_uid"]),
+            confirmed=by_one_engine and _carries(cgroups_path, who["pod_uid"]),
             **who,
         )
 
@@ -184,6 +183,19 @@ def _privileged(config: dict[str, Any], process: dict[str, Any]) -> bool:
             "config.json: process.capabilities", seen=repr(capabilities)[:80], wanted="an object with a list `bounding`"
         )
     return isinstance(capabilities, list) and "CAP_SYS_ADMIN" in capabilities
+
+
+def _identity(annotations: dict[str, Any]) -> tuple[dict[str, str], bool]:
+    """Who the container is, and whether one engine alone says so.
+
+    CRI-O hands every annotation of a Pod on, and containerd those that it is set up to, so a Pod can speak in the words
+    of the engine that doesn't run it, of which nothing overwrites the lie. Where both speak, they have to agree.
+    """
+    containerd, crio = (
+        {field: str(annotations.get(keys[engine]) or "") for field, keys in _IDENTITY.items()} for engine in (0, 1)
+    )
+    alone = containerd == crio or not any(containerd.values()) or not any(crio.values())
+    return {field: containerd[field] or crio[field] for field in _IDENTITY}, alone
 
 
 def _carries(cgroups_path: str, pod_uid: str) -> bool:

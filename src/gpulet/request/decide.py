@@ -69,7 +69,7 @@ def decide(
         capabilities=capabilities(container, settings, trace, strict=mode == "legacy"),
         requirements=collect(container, settings, trace),
         imex=channels(container, settings, trace) if own_word else (),
-        gated=_gated(container, trace),
+        gated=_gated(container, trace, None if own_word or ledger is None else policy.answered(container, ledger)),
         mig_config=mig_config,
         mig_monitor=mig_monitor,
         privileged=container.privileged,
@@ -155,14 +155,18 @@ def _described(wish: Asked) -> str:
     return f"{devices} by {wish.variable if wish.source == 'environment' else wish.source}"
 
 
-def _gated(container: Container, trace: Trace) -> tuple[str, ...]:
+def _gated(container: Container, trace: Trace, answered: dict[str, str] | None) -> tuple[str, ...]:
+    """Kinds of devices beside GPUs. answered: the device plugin's environment, which alone counts where the container's
+    own word doesn't; None where it does."""
     found = []
     for variable, name in GATED:
         value = container.variable(variable)
         if value is not None:
-            on = value == "enabled"
-            trace.note(name, f"{variable}={value}", container.position(variable), "on" if on else "not `enabled`: off")
-            if on:
+            outcome = "on" if value == "enabled" else "not `enabled`: off"
+            if outcome == "on" and answered is not None and answered.get(variable) != value:
+                outcome = "off: not the device plugin's answer"
+            trace.note(name, f"{variable}={value}", container.position(variable), outcome)
+            if outcome == "on":
                 found.append(name)
     return tuple(found)
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+TEGRA = "tegra"  # the one device id of device plugins that is no UUID
+
+
 class Grant(Value):
     """One allocation: device ids without replica suffixes, and the environment that the plugin answered with."""
 
@@ -71,12 +74,18 @@ def granted(container: Container, ledger: Ledger) -> tuple[tuple[str, ...], str]
     if not (container.pod_uid and container.name):
         return (), "config.json names no Pod and container (no annotations of a CRI engine)"
     if not container.confirmed:
-        return (
-            (),
-            f"cgroupsPath {container.cgroups_path or '(none)'} isn't of the Pod {container.pod_uid} in the annotations",
+        path = container.cgroups_path or "(none)"
+        return (), (
+            f"who it is can't be trusted: cgroupsPath {path} isn't of the Pod {container.pod_uid} in the annotations, "
+            "or these contradict each other"
         )
     devices = unique([device for grant in ledger.of(container.pod_uid, container.name) for device in grant.devices])
     return devices, "" if devices else "the kubelet allocated no GPU to it"
+
+
+def answered(container: Container, ledger: Ledger) -> dict[str, str]:
+    """The environment that the device plugin answered with for this container."""
+    return {name: value for grant in ledger.of(container.pod_uid, container.name) for name, value in grant.env}
 
 
 def beyond(asked: tuple[str, ...], variable: str, value: str, container: Container, ledger: Ledger) -> bool:
@@ -103,12 +112,16 @@ def _grant(entry: dict[str, Any]) -> Grant | None:
     ids = entry["DeviceIDs"] or {}
     listed = ids if isinstance(ids, list) else [device for devices in ids.values() for device in devices or []]
     devices = unique([str(device).partition("::")[0] for device in listed])
-    resource = str(entry["ResourceName"])
-    ours = resource.startswith("nvidia.com/") or all(device.startswith(("GPU-", "MIG-")) for device in devices)
-    if not devices or not ours:
+    # By the ids, not by the resource: nvidia.com/hostdev is a network card, and KubeVirt's plugin numbers IOMMU groups
+    # under nvidia.com/..., which would be read as indices of GPUs that nobody granted.
+    if not devices or not all(device.startswith(("GPU-", "MIG-")) or device == TEGRA for device in devices):
         return None
     return Grant(
-        str(entry["PodUID"]), str(entry["ContainerName"]), resource, devices, _answered(entry.get("AllocResp"))
+        str(entry["PodUID"]),
+        str(entry["ContainerName"]),
+        str(entry["ResourceName"]),
+        devices,
+        _answered(entry.get("AllocResp")),
     )
 
 
