@@ -258,6 +258,36 @@ def test_legacy_adds_one_prestart_hook_with_an_environment_of_its_own(machine: M
     assert machine.create(config("A=1")) == config("A=1")
 
 
+def test_policy_kubelet_lets_no_hook_of_the_peer_in(machine: Machine) -> None:
+    """It would read NVIDIA_VISIBLE_DEVICES=all and give that."""
+    entry = {"PodUID": UID, "ContainerName": "main", "ResourceName": "nvidia.com/gpu", "DeviceIDs": {"-1": [uuid(1)]}}
+    book = machine.folder / "book"
+    policy = f"[gpulet.policy]\ngrants = 'kubelet'\ncheckpoint = '{book}'\n"
+    machine.configure(runtime="mode = 'legacy'", rest=policy)
+    ours = machine.folder / "bin/gpulet-hook"
+    peer = machine.folder / "bin/nvidia-container-runtime-hook"
+    peer.write_text("#!/bin/sh\n")
+    peer.chmod(0o755)
+    text = machine.config_file.read_text()
+    machine.config_file.write_text(text.replace(str(ours), str(peer)))
+    asked = config(f"{V}=all", annotations=pod())
+    served = asked | {"hooks": {"prestart": [{"path": str(peer)}], "poststop": [{"path": "/bin/true"}]}}
+    book.write_text(json.dumps({"Data": {"PodDeviceEntries": []}}))
+    assert machine.create(served)["hooks"] == {"poststop": [{"path": "/bin/true"}]}
+    book.write_text(json.dumps({"Data": {"PodDeviceEntries": [entry]}}))
+    for one in (asked, served):
+        once = machine.create(one)
+        assert [hook["path"] for hook in once["hooks"]["prestart"]] == [str(ours)]
+        assert machine.create({}, again=True) == once
+    peer.unlink()
+    peer.symlink_to("gpulet-hook")  # as `gpulet install --peer-names` makes it
+    assert machine.create(asked)["hooks"]["prestart"][0]["path"] == str(peer)
+    peer.unlink()
+    ours.rename(ours.with_name("elsewhere"))
+    done = machine.run("gpulet-runtime", "create", "--bundle", str(machine.bundle), "x", PATH="/nowhere")
+    assert "policy kubelet in mode legacy needs gpulet-hook" in done.stderr
+
+
 @pytest.mark.root
 def test_legacy_adds_at_once_what_the_container_cli_does_not_give(machine: Machine) -> None:
     machine.configure(runtime="mode = 'legacy'")

@@ -36,7 +36,8 @@ def with_hook(
     config: dict[str, Any], container: Container, request: Request, settings: Settings
 ) -> tuple[dict[str, Any], Hook]:
     """config.json with the prestart hook, and the hook. Call it once: see `has_hook`."""
-    path = programs.hook(settings.hook_path)
+    find = programs.own_hook if settings.policy_grants == "kubelet" else programs.hook
+    path = find(settings.hook_path)
     env = [f"PATH={':'.join(programs.search_path())}"]  # never empty: runc would hand the container's to the hook
     if settings.source and settings.source != DEFAULT_PATH:
         env.append(f"GPULET_CONFIG={settings.source}")
@@ -72,6 +73,15 @@ def beyond_the_cli(request: Request, settings: Settings) -> Injection:
 def has_hook(config: dict[str, Any]) -> bool:
     """Whether a prestart hook that puts GPUs in is there already, ours or the peer's."""
     return any(map(is_ours, prestart(config)))
+
+
+def without_credulous(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json without the peer's prestart hook, which an engine took from a hooks folder: under policy kubelet it
+    would give what the environment asks for, granted or not."""
+    kept = [hook for hook in prestart(config) if not is_ours(hook) or programs.is_own_hook(hook["path"])]
+    if len(kept) == len(prestart(config)):
+        return config
+    return oci.with_hooks(config, {**config["hooks"], "prestart": kept})
 
 
 def prestart(config: dict[str, Any]) -> list[dict[str, Any]]:

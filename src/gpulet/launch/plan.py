@@ -93,6 +93,8 @@ def make(
 def _by_prestart_hook(config: dict[str, Any], container: Container, request: Request, settings: Settings) -> Plan:
     from gpulet.launch import legacy
 
+    if settings.policy_grants == "kubelet":
+        config = legacy.without_credulous(config)
     if not request or legacy.has_hook(config):
         return Plan(config, Injection(), RootfsWork())
     extra = legacy.beyond_the_cli(request, settings)

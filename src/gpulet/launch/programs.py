@@ -70,6 +70,25 @@ def hook(configured: str) -> str:
     return _resolved(configured, "nvidia-container-runtime-hook", "gpulet-hook")
 
 
+def own_hook(configured: str) -> str:
+    """The same where it has to be ours, since the peer's believes the environment. Raises EngineError."""
+    path = hook(configured)
+    path = path if is_own_hook(path) else find("gpulet-hook", _beside()) or ""
+    if not path:
+        raise EngineError(
+            "policy kubelet in mode legacy needs gpulet-hook: NVIDIA's hook believes the container's environment",
+            seen=f"nvidia-container-runtime-hook.path = {configured}",
+            wanted="gpulet-hook beside gpulet-runtime or in PATH",
+            remedy="write the launchers with: gpulet install",
+        )
+    return path
+
+
+def is_own_hook(path: str) -> bool:
+    """Whether a path leads to our prestart hook, be it by a link under the peer's name."""
+    return os.path.basename(os.path.realpath(path)) == "gpulet-hook"
+
+
 def cdi_hook() -> str:
     """The path of our program for CDI hooks, "" where it isn't installed."""
     return find("gpulet-cdi-hook", _beside()) or ""
