@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import gpulet
 from gpulet.engines.launchers import PROGRAMS, launcher_text, write_launchers
 from gpulet.injection import cdi
 from gpulet.node import driver, procfs
@@ -164,8 +165,12 @@ def test_rootless(short: Path, node: SimNode, capabilities: str) -> None:
     short.chmod(0o755)
     rootfs.create(short / "image", "glibc")
     write_launchers(short / "bin")
+    # the checkout may lie in a folder of root's own: the user runs a copy
+    source = Path(gpulet.__file__).parent
+    shutil.copytree(source, short / "lib" / "gpulet", ignore=shutil.ignore_patterns("__pycache__"))
     for program, (module, _peer) in PROGRAMS.items():
-        (short / "bin" / program).write_text(launcher_text(module, python))
+        text = launcher_text(module, python).replace(repr(str(source.parent)), repr(str(short / "lib")))
+        (short / "bin" / program).write_text(text)
     (short / "config.toml").write_text(
         f"[nvidia-container-cli]\nroot = '{node.root}'\n[nvidia-container-runtime]\nruntimes = ['crun']\n"
         f"debug = '{short}/home/log'\n[gpulet]\nstate-dir = '{short}/not-yours'\n"

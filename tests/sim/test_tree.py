@@ -363,7 +363,10 @@ def test_without_root_plain_files_stand_in() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="gp") as folder:  # pytest's own folders are closed to others than root
         Path(folder).chmod(0o777)
-        command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", code, folder]
+        # nobody, but able to read: the interpreter and the checkout may lie in a folder of root's own
+        reading = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+        nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *reading]
+        command = [*nobody, sys.executable, "-c", code, folder]
         environment = {**os.environ, "XDG_CACHE_HOME": f"{folder}/cache", "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "True True 4\n", done.stderr
