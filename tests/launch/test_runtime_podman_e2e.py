@@ -19,6 +19,7 @@ from gpulet.injection import cdi
 from gpulet.node import driver, procfs
 from gpulet.sim import node as sim
 from gpulet.sim import rootfs
+from gpulet.sim.cgroups import remove_tree
 from gpulet.sim.node import SimNode
 
 pytestmark = [
@@ -41,7 +42,8 @@ cp {folder}/spec.json /etc/cdi/nvidia.json
 {prelude}
 exec podman --root {folder}/store --runroot {folder}/run --tmpdir {folder}/tmp --runtime {runtime} \\
     --cgroup-manager=cgroupfs --events-backend=none run --rm --network=none --security-opt seccomp=unconfined \\
-    --ulimit=nofile=1024:1024 --ulimit=nproc=100:100 {options} --rootfs {folder}/image /usr/bin/gpulet-probe
+    --cgroup-parent=/{group} --ulimit=nofile=1024:1024 --ulimit=nproc=100:100 {options} \\
+    --rootfs {folder}/image /usr/bin/gpulet-probe
 """
 
 
@@ -74,6 +76,12 @@ chmod 755 {folder}
 """
 
 
+def isolated(script: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script in namespaces of its own: what podman leaves running (its pause process, conmon) ends with it."""
+    command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 def podman(
     folder: Path, node: SimNode, low: str, options: str, *, ours: bool = True, prelude: str = ""
 ) -> dict[str, Any]:
@@ -96,10 +104,12 @@ def podman(
     cdi.write_spec(spec, str(folder / "spec.json"))
     called = runtime if ours else shutil.which(low)
     before = prelude.format(folder=folder, root=node.root)
-    script = SCRIPT.format(folder=folder, low=low, runtime=called, options=options, prelude=before)
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    group = f"gpulet-{folder.name}"
+    script = SCRIPT.format(folder=folder, low=low, runtime=called, options=options, prelude=before, group=group)
+    try:
+        done = isolated(script)
+    finally:
+        remove_tree(group)
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
@@ -189,9 +199,7 @@ def test_rootless(short: Path, node: SimNode, capabilities: str) -> None:
     options = f"-e NVIDIA_VISIBLE_DEVICES=2,5 -e NVIDIA_DRIVER_CAPABILITIES={capabilities}"
     before = HOST_NODES.format(folder=short, root=node.root).replace("chown -R 100000:100000", ": ")
     script = ROOTLESS.format(folder=short, prelude=before, options=options, user=NOBODY)
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = isolated(script)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
     assert [gpu["uuid"] for gpu in seen["nvml"]] == [node.gpus[2].uuid, node.gpus[5].uuid]
