@@ -154,3 +154,27 @@ def test_the_real_loader_finds_a_library_through_a_merged_cache(tmp_path: Path) 
     assert without.returncode == 127 and "libfar.so.1" in without.stderr
     (root / "etc/ld.so.cache").write_bytes(ldcache.merge(None, [Entry("libfar.so.1", "/opt/hidden/libfar.so.1")]))
     assert subprocess.run(["chroot", root, "/probe"]).returncode == 0
+
+
+def bomb(entries: int, text: bytes, at: int = 0) -> bytes:
+    """A cache whose entries all share one string."""
+    start = 48 + 24 * entries
+    header = struct.pack("<20sIIB3xI12x", ldcache.MAGIC, entries, len(text), 2, 0)
+    return header + struct.pack("<iIIIQ", 0x0303, start + at, start, 0, 0) * entries + text + b"\0"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        bomb(100_000, b"a"),  # more than any machine has
+        bomb(60_000, b"x" * 4000),  # 480 MB out of 1.4 MB
+        bomb(1, b"x" * 100_000),
+    ],
+)
+def test_an_images_cache_does_not_grow_here(data: bytes) -> None:
+    with pytest.raises(NodeError, match="damaged"):
+        ldcache.parse(data)
+
+
+def test_a_name_of_many_digits_takes_no_time() -> None:
+    assert ldcache.name_key("9" * 5_000_000) == ((1, int("9" * 256)),)

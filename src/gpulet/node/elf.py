@@ -22,6 +22,7 @@ EM_386, EM_PPC64, EM_ARM, EM_X86_64, EM_AARCH64 = 3, 21, 40, 62, 183
 CACHE_FLAGS = {EM_386: 0x0003, EM_X86_64: 0x0303, EM_PPC64: 0x0503, EM_ARM: 0x0903, EM_AARCH64: 0x0A03}
 MOST_HEADERS = 512
 MOST_BYTES = 1 << 20
+MOST_DYNAMIC = 1 << 14  # bytes: a thousand entries, of which libraries have some dozens
 
 
 class Malformed(ValueError):
@@ -99,7 +100,7 @@ class Elf:
 
     def _dynamic(self, offset: int, size: int) -> Iterator[tuple[int, int]]:
         one = self._struct("qQ" if self.wide else "iI")
-        size = min(size, MOST_BYTES)
+        size = min(size, MOST_DYNAMIC)
         for tag, value in one.iter_unpack(self._read(offset, size - size % one.size)):
             if tag == DT_NULL:
                 return

@@ -26,6 +26,10 @@ _LITTLE_ENDIAN = 2
 _EXTENSION_MAGIC = 0xEAA42174  # -358342284 as uint32, dl-cache.h cache_extension_magic
 _TAG_GENERATOR, _TAG_HWCAPS = 0, 1
 _HWCAP_EXTENSION = 1 << 62
+# A container's cache is its image's, and entries may share strings: without bounds some MiB of it become TiB here.
+MOST_ENTRIES = 1 << 16
+MOST_STRING = 4096  # bytes: PATH_MAX
+MOST_TEXT = 32 << 20  # characters of all strings together
 
 # flags: the low byte says "ELF, glibc 2", the next one the architecture (dl-cache.h)
 FLAGS = {
@@ -64,10 +68,23 @@ def _bad(seen: object, wanted: str) -> NodeError:
 
 
 def _string(data: bytes, start: int) -> str:
-    end = data.find(b"\0", start)
+    end = data.find(b"\0", start, start + MOST_STRING)
     if not 0 <= start < len(data) or end < 0:
         raise _bad(f"string at {start}", f"an ended string below {len(data)}")
     return data[start:end].decode("utf-8", "surrogateescape")
+
+
+def _entries(data: bytes, rows: Iterable[tuple[int, ...]], base: int) -> tuple[Entry, ...]:
+    """The entries of rows (flags, name, path, ...), whose strings stand at offsets from `base`."""
+    found: list[Entry] = []
+    left = MOST_TEXT
+    for flags, name, path, *rest in rows:
+        entry = Entry(_string(data, base + name), _string(data, base + path), flags, *rest)
+        left -= len(entry.name) + len(entry.path)
+        if left < 0 or len(found) == MOST_ENTRIES:
+            raise _bad("more", f"{MOST_ENTRIES} entries at most, with {MOST_TEXT} bytes of text")
+        found.append(entry)
+    return tuple(found)
 
 
 def _new_part(data: bytes) -> int:
@@ -86,10 +103,7 @@ def _parse_old(data: bytes) -> Cache:
     strings = 16 + count * _OLD_ENTRY.size
     if strings > len(data):
         raise _bad(f"{count} entries", f"at most {(len(data) - 16) // _OLD_ENTRY.size}")
-    table = _OLD_ENTRY.iter_unpack(data[16:strings])
-    return Cache(
-        tuple(Entry(_string(data, strings + name), _string(data, strings + path), flags) for flags, name, path in table)
-    )
+    return Cache(_entries(data, _OLD_ENTRY.iter_unpack(data[16:strings]), strings))
 
 
 def _extensions(data: bytes, offset: int) -> tuple[tuple[str, ...], str]:
@@ -106,7 +120,7 @@ def _extensions(data: bytes, offset: int) -> tuple[tuple[str, ...], str]:
             raise _bad(f"extension section up to {start + size}", f"at most {len(data)}")
         if tag == _TAG_GENERATOR:
             generator = data[start : start + size].decode("utf-8", "replace")
-        elif tag == _TAG_HWCAPS and size % 4 == 0:
+        elif tag == _TAG_HWCAPS and size % 4 == 0 and size <= MOST_STRING:
             hwcaps = tuple(_string(data, at) for (at,) in struct.iter_unpack("<I", data[start : start + size]))
     return hwcaps, generator
 
@@ -125,10 +139,7 @@ def parse(data: bytes) -> Cache:
     strings = _HEADER.size + count * _ENTRY.size
     if strings > len(data):
         raise _bad(f"{count} entries", f"at most {(len(data) - _HEADER.size) // _ENTRY.size}")
-    entries = tuple(
-        Entry(_string(data, name), _string(data, path), kind, osversion, hwcap)
-        for kind, name, path, osversion, hwcap in _ENTRY.iter_unpack(data[_HEADER.size : strings])
-    )
+    entries = _entries(data, _ENTRY.iter_unpack(data[_HEADER.size : strings]), 0)
     return Cache(entries, *_extensions(data, offset))
 
 
@@ -136,7 +147,7 @@ def name_key(name: str) -> tuple[tuple[int, int], ...]:
     """A sort key that orders names as the loader does: a run of digits counts as one number and is above every other
     byte. (The loader takes bytes as signed on x86; sonames beyond ASCII, where that would matter, don't occur.)
     """
-    data = name.encode("utf-8", "surrogateescape")
+    data = name.encode("utf-8", "surrogateescape")[:256]  # no file has a longer name, and long numbers take for ever
     out: list[tuple[int, int]] = []
     number = -1
     for byte in data:
