@@ -184,6 +184,13 @@ class TestLoader:
         assert (root / "etc/ld-musl-x86_64.path").read_text() == f"/lib\n/usr/local/lib\n/usr/lib\n{LIB}\n"
         assert not (root / "etc/ld.so.cache").exists()
 
+    def test_musl_keeps_names_that_are_no_unicode(self, root: Path, host: Path) -> None:
+        (root / "lib").mkdir()
+        (root / "lib/ld-musl-x86_64.so.1").touch()
+        (root / "etc/ld-musl-x86_64.path").write_bytes(b"/\xff/lib\n")
+        prepare(root, host, LIB)
+        assert (root / "etc/ld-musl-x86_64.path").read_bytes() == b"/\xff/lib\n" + f"{LIB}\n".encode()
+
     def test_musl_keeps_the_images_own(self, root: Path, host: Path) -> None:
         (root / "lib").mkdir()
         (root / "lib/ld-musl-x86_64.so.1").write_text("loader")
@@ -280,6 +287,30 @@ class TestHostile:
     def test_a_configuration_that_includes_itself_ends(self, root: Path, host: Path) -> None:
         (root / "etc/ld.so.conf").write_text("include /etc/ld.so.conf\ninclude /etc/*\n")
         prepare(root, host, LIB)
+
+    def test_a_configuration_without_end_is_not_read_whole(self, root: Path, host: Path) -> None:
+        folder = root / "etc/ld.so.conf.d"
+        folder.mkdir()
+        lines = "".join(f"/{number:07}\n" for number in range(1 << 18))
+        for number in range(8):
+            (folder / f"{number}.conf").write_text(lines)
+        (root / "etc/ld.so.conf").write_text("include /etc/ld.so.conf.d/*.conf\n" * 20_000)
+        with rootfs.Root(str(root)) as held:
+            assert len(rootfs._searched(held)) < 1 << 17
+        prepare(root, host, "/opt/lib")
+        assert ("libcuda.so.1", 0x0303) in cached(root)
+
+    @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+    def test_a_pods_volume_among_the_libraries_is_not_opened(self, root: Path, tmp_path: Path, kind: str) -> None:
+        """As an engine's own mount of it stands in config.json: opening a pipe would wait for ever."""
+        odd = tmp_path / "libodd.so"
+        if kind == "pipe":
+            os.mkfifo(odd)
+        elif kind == "device":
+            odd.symlink_to("/dev/zero")
+        else:
+            odd.mkdir()
+        assert rootfs.libraries_of([Mount(str(odd), f"{LIB}/libodd.so", kind="library")]) == []
 
     def test_links_in_circles(self, root: Path) -> None:
         (root / "a").symlink_to("b")

@@ -269,6 +269,7 @@ def tegra(machine: Machine) -> Machine:
     [
         ((f"{V}=all",), ["nvhost-gpu"], False),
         ((f"{V}=0",), ["nvhost-gpu"], False),
+        ((f"{V}=tegra",), ["nvhost-gpu"], False),  # as device plugins name it, with UUIDs
         ((f"{V}=none",), [], False),  # the peer gives all GPUs
         ((f"{V}=all", "NVIDIA_REQUIRE_JETPACK=csv-mounts=all"), ["nvhost-gpu"], True),
     ],

@@ -139,3 +139,16 @@ def test_a_root_that_is_a_link_is_the_engines_own_affair_but_a_missing_one_stops
     assert done.returncode == 1
     assert machine.called("low") is None
     assert json.loads(path.read_text()) == broken
+
+
+def test_the_hosts_own_root_is_not_prepared(machine: Machine) -> None:
+    """podman run --rootfs /: it would be the host's loader's cache."""
+    before = os.stat("/etc/ld.so.cache")
+    machine.make(config(f"{V}=0") | {"root": {"path": "/", "readonly": True}})
+    done = machine.run("gpulet-runtime", "create", "--bundle", str(machine.bundle), "x")
+    assert done.returncode == 1
+    assert "the container's root is the host's own" in done.stderr
+    assert (os.stat("/etc/ld.so.cache").st_mtime_ns, os.stat("/etc/ld.so.cache").st_ino) == (
+        before.st_mtime_ns,
+        before.st_ino,
+    )

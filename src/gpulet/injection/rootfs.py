@@ -30,6 +30,8 @@ PROFILE = "/etc/nvidia/nvidia-application-profiles-rc.d/10-container.conf"
 PARAMS = "/proc/driver/nvidia/params"
 MODIFY, FROZEN = "ModifyDeviceFiles: 1", "ModifyDeviceFiles: 0"
 MOST_LIBRARIES = 4096
+MOST_CONF = 1 << 20  # characters of the loader's configuration, and MOST_FILES of it: the rest of a hostile image's
+MOST_FILES = 64  # isn't read
 
 
 def prepare(root: str, work: RootfsWork, mounts: Sequence[Mount] = ()) -> tuple[str, ...]:
@@ -148,9 +150,11 @@ def libraries_of(mounts: Iterable[Mount]) -> list[Library]:
             continue
         folder, _, name = mount.path.rpartition("/")
         try:
-            fd = os.open(mount.source, os.O_RDONLY | os.O_CLOEXEC)
+            fd = _open_regular(mount.source)
         except OSError as error:
             raise failed("read library", mount.source, error) from error
+        if fd is None:
+            continue
         try:
             library = Elf(fd)
             if library.cache_flags:
@@ -160,6 +164,21 @@ def libraries_of(mounts: Iterable[Mount]) -> list[Library]:
         finally:
             os.close(fd)
     return found
+
+
+def _open_regular(path: str) -> int | None:
+    """A descriptor to read a file of the host, None where it is another kind of thing. Raises OSError.
+
+    What an engine has mounted among the libraries may be a Pod's own volume, and so a pipe, at which an open would wait
+    for ever, or a device node, which shouldn't be opened at all: hence it is looked at by a descriptor that opens none.
+    """
+    seen = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(seen).st_mode):
+            return None
+        return os.open(f"/proc/self/fd/{seen}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(seen)
 
 
 def _mounted_in(root: Root, folder: str) -> set[str]:
@@ -236,14 +255,17 @@ def _searched(root: Root) -> set[str]:
         found |= {f"/lib/{machine}-linux-gnu", f"/usr/lib/{machine}-linux-gnu"}
     else:
         found |= {"/lib64", "/usr/lib64"}
-    todo, files = [CONF], 0
-    while todo and files < 64:
+    todo, files, includes, left = [CONF], 0, 0, MOST_CONF
+    while todo and files < MOST_FILES and left > 0:
         path, files = todo.pop(), files + 1
         if path in (COMPAT, OURS):
             continue
-        for line in (root.read(path) or b"").decode("utf-8", "surrogateescape").splitlines():
+        text = (root.read(path) or b"")[:left].decode("utf-8", "surrogateescape")
+        left -= len(text)
+        for line in text.splitlines():
             word, _, rest = line.partition("#")[0].strip().partition(" ")
-            if word == "include":
+            if word == "include" and includes < MOST_FILES:
+                includes += 1
                 todo += _glob(root, rest.strip())
             elif word.startswith("/"):
                 found.add(word.rstrip("/"))
@@ -265,12 +287,14 @@ def _write_musl_path(root: Root, loader: str, folders: Sequence[str]) -> None:
     """musl reads its search path from /etc/ld-musl-ARCH.path, separated by newlines or colons."""
     path = f"/etc/{loader}.path"
     before = root.read(path)
-    text = "".join(f"{folder}\n" for folder in MUSL_FOLDERS) if before is None else before.decode("utf-8", "replace")
+    text = "".join(f"{folder}\n" for folder in MUSL_FOLDERS)
+    text = text if before is None else before.decode("utf-8", "surrogateescape")
     there = text.replace(":", "\n").split("\n")
     missing = [folder for folder in folders if folder not in there]
     if missing:
         text = text if text.endswith("\n") or not text else text + "\n"
-        root.write(path, (text + "".join(f"{folder}\n" for folder in missing)).encode())
+        text += "".join(f"{folder}\n" for folder in missing)
+        root.write(path, text.encode("utf-8", "surrogateescape"))
 
 
 # -- the driver's own files

@@ -4,7 +4,9 @@ round where one of them can't be done from here. Loaded by the programs in launc
 
 from __future__ import annotations
 
-from gpulet.errors import StepFailed
+import os
+
+from gpulet.errors import BundleError, StepFailed
 from gpulet.injection import oci, rootfs
 from gpulet.injection.beneath import EROFS, Root
 from gpulet.injection.model import Injection, Mount
@@ -28,6 +30,7 @@ def carry_out(bundle: Bundle, plan: Plan, settings: Settings) -> Plan:
     if plan.work.empty():
         _remember(plan, {})
         return plan
+    _refuse_the_hosts(bundle.container.root)
     libraries, sonames = _libraries(plan)
     try:
         with Root(bundle.container.root) as held:
@@ -40,6 +43,22 @@ def carry_out(bundle: Bundle, plan: Plan, settings: Settings) -> Plan:
         return by_hook(plan)
     _remember(plan, sonames)
     return plan
+
+
+def _refuse_the_hosts(root: str) -> None:
+    """A container on the host's own root (podman run --rootfs /) has the driver; its loader's cache isn't ours to
+    write."""
+    try:
+        same = os.path.samefile(root, "/")
+    except OSError:
+        return  # opening it says why
+    if same:
+        raise BundleError(
+            "the container's root is the host's own",
+            seen=root,
+            wanted="a folder other than /",
+            remedy="start it without asking for GPUs: the driver's files are there",
+        )
 
 
 def _libraries(plan: Plan) -> tuple[list[rootfs.Library], dict[str, tuple[str, int]]]:

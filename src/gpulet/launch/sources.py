@@ -10,6 +10,7 @@ import os
 from gpulet.errors import CdiError, NodeError, RequestError, UnknownDevice
 from gpulet.injection.model import Injection
 from gpulet.request.devices import is_qualified
+from gpulet.request.policy import TEGRA
 from gpulet.settings import DRIVER_CAPABILITIES, VISIBLE_DEVICES, Settings
 from gpulet.value import Value
 
@@ -77,9 +78,9 @@ def _from_lists(request: Request, container: Container, settings: Settings) -> I
             wanted=" ".join(USUAL_LISTS),
             remedy="install JetPack's nvidia-container packages, or correct modes.csv.mount-spec-path",
         )
-    strange = [device for device in request.devices if device not in ("0", "all")]
+    strange = [device for device in request.devices if device not in ("0", "all", TEGRA)]
     if strange:
-        raise UnknownDevice("unknown device of a Tegra", seen=",".join(strange), wanted="0 or all")
+        raise UnknownDevice("unknown device of a Tegra", seen=",".join(strange), wanted=f"0, {TEGRA} or all")
     rows = csv_files.read(settings.driver_root(), [f"{folder}/{name}" for name in names])
     found = csv_files.injection(rows, settings.driver_root(), **_compat_folder(settings))
     # "none" is driver files and no GPU (the peer gives all of them)
