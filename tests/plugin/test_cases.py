@@ -519,4 +519,5 @@ def test_small_and_quick_with_metrics_on(folder):
             kubelet.wait_for(GPU, 0)
     assert min(times) < 0.5
     assert "libssl" not in maps
-    assert int(status["VmRSS"].split()[0]) < 45_000  # kB
+    # kB; 42,400 with Python 3.11, 45,800 with 3.13, whose interpreter alone is larger
+    assert int(status["VmRSS"].split()[0]) < 50_000

@@ -109,7 +109,7 @@ def _loader_program(call: Call) -> Program | None:
     if not path.startswith("@"):
         return Program(path)
     plain = path[1:].removesuffix(".real")
-    for name in (path[1:], f"{plain}.real", plain):  # where ldconfig is a script, the program is beside it
+    for name in (f"{plain}.real", plain):  # Ubuntu's ldconfig is a script, and the program stands beside it
         try:
             return open_host_program(name)
         except FileNotFoundError:

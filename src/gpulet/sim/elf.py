@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import struct
 
-PT_LOAD, PT_DYNAMIC, PT_NOTE = 1, 2, 4
+PT_LOAD, PT_DYNAMIC, PT_NOTE, PT_GNU_STACK = 1, 2, 4, 0x6474E551
 SHT_PROGBITS, SHT_STRTAB, SHT_HASH, SHT_DYNAMIC, SHT_NOTE, SHT_DYNSYM = 1, 3, 5, 6, 7, 11
 DT_NULL, DT_HASH, DT_STRTAB, DT_SYMTAB, DT_STRSZ, DT_SYMENT, DT_SONAME = 0, 4, 5, 6, 10, 11, 14
 EM_386, EM_ARM, EM_X86_64, EM_AARCH64 = 3, 40, 62, 183
@@ -38,7 +38,7 @@ def shared_object(
     note = b"" if abi_tag is None else struct.pack("<3I4s4I", 4, 16, 1, b"GNU\0", *abi_tag)
     section_names = b"\0.hash\0.dynsym\0.dynstr\0.dynamic\0.note.ABI-tag\0.shstrtab\0"
 
-    segments = 3 if note else 2
+    segments = 4 if note else 3
     at = header_size + segments * program_size
     places: dict[str, int] = {}
     body = b""
@@ -77,6 +77,8 @@ def shared_object(
         return struct.pack(f"<2I4{word}2I2{word}", start, kind, flags, address, where, size, link, info, 8, entry)
 
     programs = segment(PT_LOAD, 6, 0, loaded, PAGE) + segment(PT_DYNAMIC, 6, places[".dynamic"], len(dynamic), 8)
+    # without it the loader takes the stack to be executable, which glibc from 2.41 on refuses for what is loaded later
+    programs += segment(PT_GNU_STACK, 6, 0, 0, 16)
     sections = bytes(section_size)
     sections += section(".hash", SHT_HASH, 2, len(hash_table), 2, 0, 4)
     sections += section(".dynsym", SHT_DYNSYM, 2, len(symbols), 3, 1, len(symbols))
