@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -79,3 +82,28 @@ def test_good_text_loads_no_json_module() -> None:
     program = "import sys; from gpulet import codec; codec.loads(codec.dumps({'a': 1})); print('json' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"
+
+
+def test_what_is_kept_is_nobody_elses_to_write_whatever_the_umask(tmp_path: Path) -> None:
+    at = tmp_path / "state/requests/one.json"
+    before = os.umask(0)
+    try:
+        codec.write_own(str(at), {"a": 1})
+    finally:
+        os.umask(before)
+    assert codec.read_own(str(at)) == {"a": 1}
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (at, *at.parents[:2])] == [0o644, 0o755, 0o755]
+    at.chmod(0o666)
+    with pytest.raises(PermissionError):
+        codec.read_own(str(at))
+
+
+def test_a_link_in_the_way_is_not_written_through(tmp_path: Path) -> None:
+    victim, at = tmp_path / "victim", tmp_path / "one.json"
+    victim.write_text("untouched")
+    (tmp_path / f"one.json.{os.getpid()}").symlink_to(victim)
+    codec.write_own(str(at), {"a": 1})
+    assert victim.read_text() == "untouched"
+    assert not at.exists()
+    codec.write_own(str(at), {"a": 1})  # what a killed one left is gone by then
+    assert codec.read_own(str(at)) == {"a": 1}

@@ -107,9 +107,11 @@ def kept(source: str, at: str, make: Callable[[], Any], stamp: str = "") -> Any:
 
 
 def read_own(path: str) -> Any:
-    """The JSON in a file that root or ourselves wrote. Raises OSError for none such, ValueError for no JSON."""
+    """The JSON in a file that root or ourselves wrote and nobody else can write. Raises OSError for none such,
+    ValueError for no JSON."""
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_uid not in (0, os.geteuid()):
+        info = os.fstat(file.fileno())
+        if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
             raise PermissionError(1, "another's file", path)  # EPERM
         return loads(file.read())
 
@@ -121,12 +123,26 @@ def write_own(at: str, content: dict[str, Any]) -> None:
         text = dumps(content)
         if loads(text) != content:
             return
-        os.makedirs(os.path.dirname(at) or ".", 0o755, exist_ok=True)
-        with open(aside, "wb") as file:
+        make_folder(os.path.dirname(at) or ".")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # of no one else's making, be it a link
+        with open(os.open(aside, flags, 0o644), "wb") as file:
             file.write(text)
         os.rename(aside, at)
     except (OSError, TypeError, ValueError):
         try:
             os.unlink(aside)
         except OSError:
+            pass
+
+
+def make_folder(path: str) -> None:
+    """Makes a folder and those above it, where missing, so that nobody else can write there: engines may start us with
+    a umask of 0, and makedirs gives its mode to the last one alone. Raises OSError."""
+    if not os.path.isdir(path):
+        above = os.path.dirname(path.rstrip("/"))
+        if above:
+            make_folder(above)
+        try:
+            os.mkdir(path, 0o755)
+        except FileExistsError:  # another container's was first, or something else is there: writing tells
             pass

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 
+from gpulet import codec
 from gpulet.injection.model import Hook, Mount, RootfsWork
 from gpulet.value import Value
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 OPTIONS = ("ro", "nosuid", "nodev", "noexec", "rbind", "rprivate")
-_NAMES = (1 << 89) - 1  # a prime: content becomes a name by its remainder; what lies there is compared all the same
 MOUNT_PROGRAMS = ("/usr/bin/mount", "/bin/mount")
 
 
@@ -39,7 +39,7 @@ def lay(things: Sequence[Laid]) -> None:
     for thing in things:
         if not _lies(thing):
             aside = f"{thing.path}.{os.getpid()}"
-            os.makedirs(os.path.dirname(thing.path), 0o755, exist_ok=True)
+            codec.make_folder(os.path.dirname(thing.path))
             if thing.links:
                 _make_folder(thing, aside)
             else:
@@ -82,8 +82,13 @@ def _make_file(thing: Laid, aside: str) -> None:
 
 
 def named(folder: str, kind: str, data: bytes) -> str:
-    """A path in the state folder for content."""
-    return f"{folder}/{kind}/{int.from_bytes(data, 'big') % _NAMES:x}"
+    """A path in the state folder for content. By a hash for which nobody finds two contents: images have a hand in the
+    content, and a file of that name is replaced, which another container may be about to mount."""
+    try:
+        from _blake2 import blake2b  # what `hashlib` is made of; that takes milliseconds
+    except ImportError:
+        from hashlib import blake2b
+    return f"{folder}/{kind}/{blake2b(data, digest_size=16).hexdigest()}"
 
 
 # -- links in /dev
