@@ -118,7 +118,23 @@ def test_each_way_to_name_a_mig_device(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["3", "-1", "2:1", "GPU-aaaa", "GPU-zzzz", "MIG-aaaa", "0000:ff:00.0", "0:0", "nvidia0", "1.0", "²", "2:²"]
+    "name",
+    [
+        "3",
+        "-1",
+        "2:1",
+        "GPU-aaaa",
+        "GPU-zzzz",
+        "MIG-aaaa",
+        "0000:ff:00.0",
+        "0:0",
+        "nvidia0",
+        "1.0",
+        "²",
+        "2:²",
+        pytest.param("9" * 5000, id="digits"),
+        pytest.param("9" * 5000 + ":0", id="digits of a slot"),
+    ],
 )
 def test_what_names_nothing_or_several_is_refused_with_what_there_is(name: str) -> None:
     with pytest.raises(UnknownDevice, match=r"GPU-aaaa1111-2222.*2:3 \(MIG-aaaa2222.*lost: 7"):

@@ -138,3 +138,26 @@ def test_no_config_json(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(BundleError, match=r"config\.json"):
         read_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ({"annotations": {"a": 5}}, "annotations: 5"),
+        ({"mounts": [1]}, "mounts"),
+        ({"mounts": [{"destination": 5}]}, "mounts: destination: 5"),
+        ({"hooks": []}, "hooks"),
+        ({"hooks": {"prestart": 5}}, "prestart"),
+        ({"hooks": {"prestart": [1]}}, "prestart"),
+        ({"hooks": {"createContainer": [{"path": 5}]}}, "createContainer: path: 5"),
+        ({"linux": {"devices": [5]}}, "devices"),
+        ({"linux": {"resources": 5}}, "resources: 5"),
+        ({"linux": {"resources": {"devices": {"a": 1}}}}, "devices"),
+        ({"process": {"user": 5}}, "user: 5"),
+    ],
+)
+def test_a_part_of_the_wrong_kind_is_named(broken: dict[str, object], says: str) -> None:
+    with pytest.raises(BundleError, match=f"config.json: {says}"):
+        Container.from_config(config() | broken)
+    empty = {"annotations": {"a": None}, "hooks": None, "linux": {"devices": None}}
+    assert Container.from_config(config() | empty).annotations == (("a", ""),)

@@ -46,7 +46,7 @@ def _unknown(facts: NodeFacts, name: str, why: str = "") -> UnknownDevice:
     there += [f"lost: {lost.index} ({lost.reason})" for lost in facts.lost]
     return UnknownDevice(
         "unknown device",
-        seen=f"{name!r}{', ' + why if why else ''}",
+        seen=f"{name[:100]!r}{'...' if len(name) > 100 else ''}{', ' + why if why else ''}",
         wanted="one of " + ", ".join(there) if there else "no id at all, since there is no GPU here",
         remedy="see: gpulet node",
     )
@@ -83,14 +83,14 @@ def find_device(facts: NodeFacts, name: str) -> Gpu | MigDevice:
     """
     if name[:4].upper() in ("GPU-", "MIG-"):
         return _by_uuid(facts, name)
-    if name.isascii() and name.isdigit():
+    if name.isascii() and name.isdigit() and len(name) < 20:
         found = [gpu for gpu in facts.gpus if gpu.index == int(name)]
         lost = [gone for gone in facts.lost if gone.index == int(name)]
         if found:
             return found[0]
         raise _unknown(facts, name, lost[0].reason if lost else "")
     parent, colon, slot = name.partition(":")
-    if colon and name.isascii() and parent.isdigit() and slot.isdigit():
+    if colon and name.isascii() and parent.isdigit() and slot.isdigit() and len(name) < 20:
         for mig in _migs(facts):
             if (mig.gpu, mig.slot) == (int(parent), int(slot)):
                 return mig

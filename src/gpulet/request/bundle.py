@@ -13,6 +13,7 @@ from gpulet.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
 
@@ -51,6 +52,7 @@ class Container(Value):
     @classmethod
     def from_config(cls, config: dict[str, Any], bundle: str = "") -> Container:
         """The container of a config.json. Raises BundleError for a part that has the wrong shape."""
+        _check_shapes(config)
         process = _part(config, "process", {})
         annotations = _part(config, "annotations", {})
         cgroups_path = str(_part(config, "linux", {}).get("cgroupsPath") or "")
@@ -58,10 +60,8 @@ class Container(Value):
         root = str(_part(config, "root", {}).get("path") or "")
         return cls(
             env=_pairs(_part(process, "env", [])),
-            annotations=tuple(sorted(annotations.items())),
-            mounts=tuple(
-                (str(m.get("source") or ""), str(m.get("destination") or "")) for m in _part(config, "mounts", [])
-            ),
+            annotations=tuple(sorted((key, value or "") for key, value in annotations.items())),
+            mounts=tuple((m.get("source") or "", m.get("destination") or "") for m in _part(config, "mounts", [])),
             privileged=_privileged(config, process),
             root=os.path.abspath(os.path.join(bundle, root)) if root else "",
             cgroups_path=cgroups_path,
@@ -153,9 +153,31 @@ def _part(table: dict[str, Any], name: str, default: Any) -> Any:
         return default
     if not isinstance(value, type(default)):
         raise BundleError(f"config.json: {name}", seen=repr(value)[:80], wanted=f"a JSON {_json_name(default)}")
-    if isinstance(value, list) and name == "mounts" and not all(isinstance(item, dict) for item in value):
-        raise BundleError("config.json: mounts", seen=repr(value)[:80], wanted="a list of objects")
     return value
+
+
+def _check_shapes(config: dict[str, Any]) -> None:
+    """Holds every part that is read or changed later against its kind, so that whoever made it is told which."""
+    linux, hooks = _part(config, "linux", {}), _part(config, "hooks", {})
+    _part(_part(config, "process", {}), "user", {})
+    _check_text("annotations", _part(config, "annotations", {}).values())
+    for table, name, texts in (
+        (config, "mounts", ("source", "destination")),
+        (linux, "devices", ("path",)),
+        (_part(linux, "resources", {}), "devices", ()),
+        *((hooks, stage, ("path",)) for stage in hooks),
+    ):
+        items = _part(table, name, [])
+        if not all(isinstance(item, dict) for item in items):
+            raise BundleError(f"config.json: {name}", seen=repr(items)[:80], wanted="a list of objects")
+        for text in texts:
+            _check_text(f"{name}: {text}", [item.get(text) for item in items])
+
+
+def _check_text(what: str, values: Iterable[Any]) -> None:
+    for value in values:
+        if value is not None and not isinstance(value, str):
+            raise BundleError(f"config.json: {what}", seen=repr(value)[:80], wanted="text")
 
 
 def _json_name(value: object) -> str:
