@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,3 +153,23 @@ def test_the_hosts_own_root_is_not_prepared(machine: Machine) -> None:
         before.st_mtime_ns,
         before.st_ino,
     )
+
+
+def test_two_containers_on_one_root_at_once(machine: Machine) -> None:
+    """podman run --rootfs DIR, twice: neither stumbles over what the other makes."""
+    bundles = [machine.folder / f"bundle{number}" for number in range(3)]
+    for turn in range(8):
+        root = machine.folder / f"root{turn}"
+        (root / "etc").mkdir(parents=True)
+        for bundle in bundles:
+            bundle.mkdir(exist_ok=True)
+            (bundle / "config.json").write_text(json.dumps(config(f"{V}=0") | {"root": {"path": str(root)}}))
+        env = {"PATH": os.environ["PATH"], "GPULET_CONFIG": str(machine.config_file)}
+        program = str(machine.folder / "bin/gpulet-runtime")
+        started = [
+            subprocess.Popen([program, "create", "--bundle", str(bundle), "x"], env=env, stderr=subprocess.PIPE)
+            for bundle in bundles
+        ]
+        assert [process.communicate()[1] for process in started] == [b""] * len(bundles)
+        assert (root / LIB / "libcuda.so.1").is_symlink()
+        assert (root / "etc/ld.so.cache").is_file()

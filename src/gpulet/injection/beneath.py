@@ -165,6 +165,13 @@ class Root:
             return self._open_or_make(text if text.startswith("/") else f"{head}/{text}", links + 1)
         try:
             os.mkdir(name, 0o755, dir_fd=parent)
+        except FileExistsError as error:  # another container's runtime, on the same root, was first
+            if links > linux.MAX_LINKS:
+                raise failed("make folder", path, error) from error
+            return self._open_or_make(path, links + 1)
+        except OSError as error:
+            raise failed("make folder", path, error) from error
+        try:
             fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
             self._own(fd, 0o755)
         except OSError as error:
