@@ -5,7 +5,7 @@ import pytest
 from gpulet.errors import ConfigError, UsageError
 from gpulet.plugin.config import Config, load
 from gpulet.plugin.options import OPTIONS, usage
-from gpulet.plugin.sharing import Pattern, Shared, resource_name
+from gpulet.plugin.sharing import Pattern, Shared, Sharing, resource_name
 
 
 def from_file(tmp_path, text: str, *argv: str, **environ: str) -> Config:
@@ -155,6 +155,20 @@ def test_environment_boolean_names_its_variable():
         ("sharing: {timeSlicing: {resources: [{name: a, replicas: 2}, {name: a, replicas: 3}]}}", "twice"),
         ("sharing: {mps: {resources: [{name: gpu, replicas: 2}]}}", "MPS requires --mps-root"),
         ("resources: {gpus: [{name: x}]}", "'pattern' field"),
+        ("[" * 3000, "nested too deeply"),
+        ("flags: &f {plugin: *f}", "more than 30 levels"),
+        (
+            "a: &a [x, x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a]\n"
+            "c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b, *b]\nd: [*c, *c, *c, *c, *c, *c, *c, *c, *c, *c]\n"
+            "e: [*c, *c, *c, *c, *c, *c, *c, *c, *c, *c]",
+            "more than 20000 values",
+        ),
+        ("flags: {migStrategy: 2024-13-45}", "unknown MIG strategy: 2024-13-45"),  # no date that can't be made
+        ("flags: {plugin: {refreshInterval: " + "9" * 5000 + "}}", "at most a day"),
+        ("flags: {plugin: {refreshInterval: .inf}}", "at most a day"),
+        ("sharing: {timeSlicing: {resources: [{name: gpu, replicas: " + "9" * 5000 + "}]}}", "must be >= 2"),
+        ("a: !!set {x}", "a set where text"),
+        ("Version: v2", "unknown version: v2"),
         ("resources: {gpus: [{pattern: x, name: A_B}]}", "incorrect format for resource name"),
     ],
 )
@@ -174,13 +188,13 @@ def test_sharing_sections(tmp_path):
 sharing:
   timeSlicing:
     renameByDefault: true
-    resources: [{name: gpu, replicas: 2.0, devices: [0, "1:2"]}, {name: nvidia.com/x, replicas: 3, rename: y}]
+    resources: [{name: gpu, replicas: 2.0, devices: [0, "1:2"]}, {name: nvidia.com/x, replicas: 3, rename: z}]
 """
     config = from_file(tmp_path, text)
     assert config.sharing.fail_above_one is False
     assert config.sharing.resources == (
         Shared("nvidia.com/gpu", 2, "nvidia.com/gpu.shared", ("0", "1:2")),
-        Shared("nvidia.com/x", 3, "nvidia.com/y"),
+        Shared("nvidia.com/x", 3, "nvidia.com/z"),
     )
     mps = "flags: {mpsRoot: /m}\nsharing: {mps: {FAIL resources: [{name: gpu, replicas: 2}]}}"
     assert from_file(tmp_path, mps.replace("FAIL", "")).sharing.fail_above_one is True
@@ -235,3 +249,33 @@ def test_usage_names_every_flag():
     for option in OPTIONS:
         assert all(f"--{flag}" in text for flag in option.flags)
         assert hasattr(Config(), option.field)
+
+
+def test_yaml_as_the_peers_parser_reads_it(tmp_path):
+    config = from_file(tmp_path, "flags: {failOnInitError: n, gdsEnabled: Y, mpsRoot: 2024-01-05}\n---\nversion: v9\n")
+    assert (config.fail_on_init_error, config.gds_enabled, config.mps_root) == (False, True, "2024-01-05")
+    text = "sharing: {timeslicing: {resources: [{name: gpu, replicas: 1e1, devices: [1:0, 010]}]}}"
+    assert from_file(tmp_path, text).time_slicing == Sharing((Shared("nvidia.com/gpu", 10, "", ("1:0", "8")),))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("1: x", "1"),
+        ("on: x", "true"),
+        ("flags: {~: 1}", "flags.null"),
+        ("sharing: {timeSlicing: {renamebydefault: true, resources: [{name: gpu, replicas: 2}]}}",
+         "sharing.timeSlicing.renamebydefault"),
+        ("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2, Rename: x}]}}",
+         "sharing.timeSlicing.resources[].Rename"),
+        ("resources: {gpus: [{pattern: '*', name: x, nmae: y}]}", "resources.gpus[].nmae"),
+    ],
+)  # fmt: skip
+def test_keys_that_nobody_reads_are_named(tmp_path, text, key):
+    assert from_file(tmp_path, text).warnings == (f"config file {tmp_path}/config.yaml: unknown key {key} ignored",)
+
+
+def test_numbers_of_thousands_of_digits():
+    for flag in ("spread-minimum", "imex-channel-ids", "refresh-interval"):
+        with pytest.raises(ConfigError):
+            load([f"--{flag}={'9' * 5000}"], {})

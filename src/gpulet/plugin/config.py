@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from gpulet.errors import ConfigError
-from gpulet.plugin.options import OPTIONS, Option, Scalar, read_arguments, read_environ
+from gpulet.plugin.document import get, has, section, unknown_keys
+from gpulet.plugin.options import MOST_SECONDS, OPTIONS, Option, Scalar, read_arguments, read_environ
 from gpulet.plugin.sharing import Pattern, Sharing, read_patterns, read_sharing
 
 STRATEGIES = ("envvar", "volume-mounts", "cdi-annotations", "cdi-cri")
@@ -81,6 +82,13 @@ class Config:
         """Whether devices are shared through MPS."""
         return self.mps is not None and self.mps.active
 
+    def difference(self, old: Config) -> str:
+        """What changed since the old one, for people."""
+        changed = [item.name for item in fields(self) if getattr(self, item.name) != getattr(old, item.name)]
+        return "; ".join(
+            f"{name} = {getattr(self, name)!r} (was {getattr(old, name)!r})" for name in changed if name != "warnings"
+        )
+
     @property
     def lookup_root(self) -> str:
         """Where this process finds the driver's files: the root's mount in its container, else the root itself."""
@@ -106,22 +114,9 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
 def _document(path: str) -> dict[str, Any]:
     if not path:
         return {}
-    import yaml
+    from gpulet.plugin.yaml_file import read  # PyYAML is for those who have a file
 
-    try:
-        with open(path, encoding="utf-8") as stream:
-            document = yaml.safe_load(stream)
-    except OSError as error:
-        raise ConfigError(f"config file {path} can't be read", seen=error.strerror) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is no YAML", seen=error) from error
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(f"config file {path}", seen=type(document).__name__, wanted="a map with version, flags, ...")
-    if document.get("version") not in (None, "", "v1"):
-        raise ConfigError("unknown version", seen=document["version"], wanted="v1", remedy=f"change it in {path}")
-    return document
+    return read(path)
 
 
 def _merged(given: dict[str, Scalar], document: dict[str, Any], path: str) -> Config:
@@ -130,15 +125,15 @@ def _merged(given: dict[str, Scalar], document: dict[str, Any], path: str) -> Co
         if option.key and (found := _file_value(document, option)) is not None:
             values[option.field] = found
     values.update(given)
-    sharing = _section(document, "sharing")
-    slicing, mps = sharing.get("timeSlicing"), sharing.get("mps")
-    if "timeSlicing" in sharing:
-        values["time_slicing"] = read_sharing(slicing, "sharing.timeSlicing", fail_above_one=False)
+    sharing = section(document, "sharing")
+    mps = get(sharing, "mps")
+    if has(sharing, "timeSlicing"):
+        values["time_slicing"] = read_sharing(get(sharing, "timeSlicing"), "sharing.timeSlicing", fail_above_one=False)
     if mps is not None:
         values["mps"] = read_sharing(mps, "sharing.mps", fail_above_one=True)
-    resources = _section(document, "resources")
-    values["gpu_patterns"] = read_patterns(resources.get("gpus"), "resources.gpus")
-    values["mig_patterns"] = read_patterns(resources.get("mig"), "resources.mig")
+    resources = section(document, "resources")
+    values["gpu_patterns"] = read_patterns(get(resources, "gpus"), "resources.gpus")
+    values["mig_patterns"] = read_patterns(get(resources, "mig"), "resources.mig")
     values["dev_root"] = values.get("dev_root") or values.get("driver_root", "/")
     config = _with_sockets(Config(**values), "kubelet_socket" in given)
     beside = config.kubelet_socket_dir
@@ -162,22 +157,12 @@ def _with_sockets(config: Config, socket_given: bool) -> Config:
     return config
 
 
-def _section(document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A map inside the document; keys of the fixed part match in any case, as Go's JSON decoder does it."""
-    value = next((document[key] for key in document if key.lower() == name.lower()), None)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise ConfigError(name, seen=repr(value), wanted="a map")
-    return value
-
-
 def _file_value(document: dict[str, Any], option: Option) -> Any:
     *sections, leaf = option.key.split(".")
     place = document
     for name in sections:
-        place = _section(place, name)
-    value = next((place[key] for key in place if key.lower() == leaf.lower()), None)
+        place = section(place, name)
+    value = get(place, leaf)
     if value is None:
         return None
     if option.kind == "bool" and isinstance(value, bool):
@@ -186,7 +171,8 @@ def _file_value(document: dict[str, Any], option: Option) -> Any:
         return str(value).lower() if isinstance(value, bool) else str(value)
     if option.kind == "count" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    if option.kind == "seconds" and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if option.kind == "seconds" and number and 0 < value <= MOST_SECONDS:
         return float(value)
     if option.kind == "list" and isinstance(value, str):
         return (value,)
@@ -200,7 +186,7 @@ def _file_value(document: dict[str, Any], option: Option) -> Any:
 _WANTED = {
     "bool": "true or false",
     "text": "a string",
-    "seconds": "seconds, more than 0",
+    "seconds": "seconds, more than 0 and at most a day",
     "count": "a whole number, 0 or more",
     "list": "a list of strings",
     "ints": "a list of numbers",
@@ -210,14 +196,8 @@ _OTHERS_KEYS = {"flags.gfd", "flags.usenodefeatureapi", "flags.plugin"}  # read 
 
 def _unknown_keys(document: dict[str, Any], path: str) -> list[str]:
     """The peer passes over a misspelt key in silence; we say it and go on, since its files must keep working."""
-    known = {option.key.lower() for option in OPTIONS} | _OTHERS_KEYS
-    known |= {"version", "flags", "imex", "resources", "resources.gpus", "resources.mig", "sharing"}
-    known |= {"sharing.timeslicing", "sharing.mps"}
-    seen = [str(key) for key in document]
-    for top in ("flags", "imex", "resources", "sharing"):
-        seen += [f"{top}.{key}" for key in _section(document, top)]
-    seen += [f"flags.plugin.{key}" for key in _section(_section(document, "flags"), "plugin")]
-    return [f"config file {path}: unknown key {key} ignored" for key in seen if key.lower() not in known]
+    found = unknown_keys(document, {option.key.lower() for option in OPTIONS} | _OTHERS_KEYS) if document else []
+    return [f"config file {path}: unknown key {key} ignored" for key in found]
 
 
 def _doubts(config: Config) -> list[str]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from gpulet.errors import ConfigError, UsageError
 
 TRUE = ("1", "t", "T", "TRUE", "true", "True")
+LONGEST_NUMBER = 19  # digits; Python itself gives up at some thousands, with an error of another kind
+MOST_SECONDS = 86400.0  # beyond a day nobody would know that a node is being looked at
 FALSE = ("0", "f", "F", "FALSE", "false", "False")
 
 Scalar = str | bool | int | float | tuple[str, ...] | tuple[int, ...]
@@ -151,21 +153,21 @@ def convert(option: Option, text: str, where: str) -> Scalar:
     if option.kind == "seconds":
         return _seconds(text, where)
     if option.kind == "count":
-        if text.isascii() and text.isdigit():
+        if text.isascii() and text.isdigit() and len(text) < LONGEST_NUMBER:
             return int(text)
         raise ConfigError(f"{where} is no count", seen=repr(text), wanted="a whole number, 0 or more")
     items = tuple(item.strip() for item in text.split(","))
     if option.kind == "list":
         return tuple(item for item in items if item)
-    if not all(item.isascii() and item.isdigit() for item in items if item):
+    if not all(item.isascii() and item.isdigit() and len(item) < LONGEST_NUMBER for item in items if item):
         raise ConfigError(f"{where} is no list of numbers", seen=repr(text), wanted="numbers joined by commas")
     return tuple(int(item) for item in items if item)
 
 
 def _seconds(text: str, where: str) -> float:
     whole, _, part = text.partition(".")
-    if not (whole + part).isdigit() or not (whole + part).isascii() or float(text) <= 0:
-        raise ConfigError(f"{where} is no time", seen=repr(text), wanted="seconds, more than 0")
+    if not (whole + part).isdigit() or not (whole + part).isascii() or not 0 < float(text) <= MOST_SECONDS:
+        raise ConfigError(f"{where} is no time", seen=repr(text), wanted="seconds, more than 0 and at most a day")
     return float(text)
 
 

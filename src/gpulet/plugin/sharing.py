@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gpulet.plugin.resources import Device
 
 PREFIX = "nvidia.com/"
+MOST_DEVICES = 40_000  # of one resource: the kubelet's gRPC takes lists of 4 MiB, a replica's entry is some 80 bytes
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _UUID = r"[0-9a-fA-F]{8}-([0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
@@ -75,7 +76,7 @@ def read_patterns(value: Any, where: str) -> tuple[Pattern, ...]:
         for key in ("pattern", "name"):
             if not isinstance(entry, dict) or not entry.get(key):
                 raise ConfigError(f"resources must have a '{key}' field set", seen=repr(entry), remedy=f"see {where}")
-        patterns.append(Pattern(str(entry["pattern"]), resource_name(str(entry["name"]))))
+        patterns.append(Pattern(_text(entry["pattern"]), resource_name(_text(entry["name"]))))
     return tuple(patterns)
 
 
@@ -99,6 +100,11 @@ def read_sharing(value: Any, where: str, *, fail_above_one: bool) -> Sharing:
     return Sharing(items, fail_above_one if fail is None else fail)
 
 
+def _text(value: object) -> str:
+    """A scalar where text is wanted, as the peer's decoder puts it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise ConfigError(where, seen=repr(value), wanted="a list")
@@ -108,7 +114,7 @@ def _list(value: Any, where: str) -> list[Any]:
 def _shared(entry: Any, where: str, rename_by_default: bool) -> Shared:
     if not isinstance(entry, dict) or not entry.get("name"):
         raise ConfigError(f"{where}: no resource name specified")
-    name = resource_name(str(entry["name"]))
+    name = resource_name(_text(entry["name"]))
     devices = _devices(entry.get("devices", "all"), where)
     if entry.get("replicas") is None:
         raise ConfigError(f"{where}: no replicas specified")
@@ -118,7 +124,7 @@ def _shared(entry: Any, where: str, rename_by_default: bool) -> Shared:
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 2:
         raise ConfigError(f"{where}: number of replicas must be >= 2", seen=repr(entry["replicas"]))
     rename = entry.get("rename") or (f"{name}.shared" if rename_by_default else "")
-    return Shared(name, replicas, resource_name(str(rename)) if rename else "", devices)
+    return Shared(name, replicas, resource_name(_text(rename)) if rename else "", devices)
 
 
 def _devices(value: Any, where: str) -> str | int | tuple[str, ...]:
@@ -151,6 +157,10 @@ def replicate(resources: dict[str, list[Device]], sharing: Sharing) -> dict[str,
         devices = result.pop(item.name)
         chosen = {device.id for device in _chosen(devices, item)}
         kept = [device for device in devices if device.id not in chosen]
+        if len(chosen) * item.replicas > MOST_DEVICES:
+            raise ConfigError(f"sharing of {item.name}: {len(chosen)} devices with {item.replicas} replicas each",
+                              wanted=f"{MOST_DEVICES} in all, the longest list that a kubelet takes",
+                              remedy="lower the replicas")  # fmt: skip
         copies = [
             device.replica(number, item.replicas)
             for device in devices

@@ -1,0 +1,78 @@
+"""The YAML file as plain data, read as the peer reads it; whatever is in it, the worst that comes out is a ConfigError.
+
+The peer's parser (goyaml 2) differs from PyYAML: bare y and n are booleans, 1e3 is a number, dates and 1:30 are text,
+only the first document counts, and keys are text always.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import yaml
+
+from gpulet.errors import ConfigError
+from gpulet.plugin.document import get
+
+DEEPEST, MOST = 30, 20_000  # levels; values, aliases counted in full: a file of a few lines can stand for billions
+_TAG = "tag:yaml.org,2002:"
+_OURS = tuple(_TAG + kind for kind in ("bool", "int", "float", "timestamp"))
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's with the peer's idea of a plain scalar."""
+
+    bool_values: ClassVar[dict[str, bool]] = {**yaml.SafeLoader.bool_values, "y": True, "n": False}
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [row for row in rows if row[0] not in _OURS]
+        for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+for _kind, _pattern, _first in (
+    ("bool", "y|Y|n|N|yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
+    ("int", "[-+]?(0b[01_]{1,64}|0x[0-9a-fA-F_]{1,40}|[0-9][0-9_]{0,39})", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]{1,40}|[0-9]{1,40}(\.[0-9]{0,40})?)([eE][-+]?[0-9]{1,3})?|[-+]?\.(inf|Inf|INF)"
+              r"|\.(nan|NaN|NAN)", "-+.0123456789"),
+):  # fmt: skip
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"(?:{_pattern})$"), list(_first))
+
+
+def read(path: str) -> dict[str, Any]:
+    """The file's map, empty for an empty file. Raises ConfigError."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            document = next(iter(yaml.load_all(stream, _Loader)), None)
+        document = _plain(document, DEEPEST, iter(range(MOST)))
+    except OSError as error:
+        raise ConfigError(f"config file {path} can't be read", seen=error.strerror) from error
+    except RecursionError as error:
+        raise ConfigError(f"config file {path} is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: text that is no UTF-8, a tagged value that is none
+        raise ConfigError(f"config file {path} is no YAML", seen=error) from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"config file {path}", seen=type(document).__name__, wanted="a map with version, flags, ...")
+    version = get(document, "version")
+    if version not in (None, "", "v1"):
+        raise ConfigError("unknown version", seen=version, wanted="v1", remedy=f"change it in {path}")
+    return document
+
+
+def _plain(value: Any, levels: int, budget: Iterable[int]) -> Any:
+    """The value with text as keys, as JSON has it. Raises ValueError for what JSON has no form for."""
+    if levels == 0 or next(iter(budget), None) is None:
+        raise ValueError(f"nested more than {DEEPEST} levels, or more than {MOST} values")
+    if isinstance(value, dict):
+        return {_key(key): _plain(item, levels - 1, budget) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item, levels - 1, budget) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ValueError(f"a {type(value).__name__} where text, a number, a list or a map is expected")
+
+
+def _key(key: object) -> str:
+    return str(key).lower() if isinstance(key, bool) else "null" if key is None else str(key)
