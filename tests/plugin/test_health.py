@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpulet.errors import NodeError
 from gpulet.plugin.config import Config
 from gpulet.plugin.health import (
     Acknowledged,
@@ -15,10 +16,12 @@ from gpulet.plugin.health import (
     read_policy,
     step,
 )
+from gpulet.plugin.monitor import Monitor
 from gpulet.plugin.resources import inventory
 from gpulet.plugin.sharing import Shared, Sharing
 from gpulet.plugin.xid import CATALOGUE, describe
 from support.hand_made import facts, gpu_uuid, mig_gpu
+from support.plugin_process import until
 
 A, B = gpu_uuid(0), gpu_uuid(1)
 DEFAULT = Policy()
@@ -130,9 +133,17 @@ def test_an_old_driver_that_tells_no_recovery_action():
 
 
 def test_a_lost_gpu_that_answers_again_is_well():
-    health, notices = after(XidSeen(A, 79), Answer(A, "GPU is lost"), Answer(A, "GPU is lost"))
+    lost = Answer(A, "GPU is lost (NVML 15)")
+    health, notices = after(XidSeen(A, 79), lost, lost)
     assert (len(health.faults), notices) == (2, ["GPUUnhealthy", "GPUUnhealthy"])
     assert after(Answer(A, "", -1), health=health) == (Health(), ["GPURecovered"])
+
+
+def test_an_answer_that_came_late_is_no_evidence_against_an_xid():
+    late = Answer(A, "Timeout (NVML 10)")
+    broken, _ = after(XidSeen(A, 48))
+    assert after(late, Answer(A, "", 0), health=broken) == (broken, ["GPUUnhealthy"])
+    assert after(late, Answer(A, "", 0)) == (Health(), ["GPUUnhealthy", "GPURecovered"])
 
 
 def test_the_same_xid_again_says_nothing_new():
@@ -159,11 +170,36 @@ def test_faults_outlive_the_process_and_not_the_boot(tmp_path):
     memory.save(health)
     assert Memory(memory.path, "boot-1").load() == health
     assert Memory(memory.path, "boot-2").load() == Health()
-    (tmp_path / "state" / "health.json").write_text("{")
-    assert memory.load() == Health()
+    for text in ("{", "[]", '{"boot_id": "boot-1", "faults": [{"uuid": 1}]}'):
+        (tmp_path / "state" / "health.json").write_text(text)
+        with pytest.raises(ValueError):
+            memory.load()
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["health.json"]
 
 
 def test_a_fault_elsewhere():
     fault = Fault(B, -1, -1, 79, "x", 0)
     assert not any(fault.concerns(device) for device in devices(facts(1)))
+
+
+def test_the_monitor_outlives_any_error(monkeypatch):
+    """A thread that ended in silence would leave every GPU healthy for ever."""
+    monkeypatch.setattr("gpulet.plugin.monitor.RETRY", 0.01)
+    heard, tries = [], []
+
+    class Broken:
+        def watch(self, uuids):
+            raise ZeroDivisionError("a bug") if len(tries) == 1 else NodeError("no events")
+
+        def close(self):
+            pass
+
+    def open():
+        tries.append(1)
+        return Broken()
+
+    monitor = Monitor(open, [A], heard.append)
+    monitor.start()
+    until(lambda: len(heard) > 1)
+    monitor.stop()
+    assert heard[:2] == [NvmlState("ZeroDivisionError: a bug"), NvmlState("no events")]

@@ -220,7 +220,10 @@ class Session:
         """
         nvml_library.use(self.root)
         if self._events is None:
-            self._events = pynvml.nvmlEventSetCreate()
+            try:
+                self._events = pynvml.nvmlEventSetCreate()
+            except pynvml.NVMLError as error:
+                raise NvmlError("NVML can't make an event set", code=error.value, seen=text_of(error)) from error
         refused = {}
         for uuid in uuids:
             try:

@@ -16,6 +16,9 @@ from gpulet.plugin.resources import Device
 from gpulet.plugin.xid import CATALOGUE, IGNORED_BY_DEFAULT, describe
 
 ALL_XIDS = ("all", "xids")
+# Ends of what Session.state says of a GPU that left the bus or waits for a reset (NVML's not found, GPU is lost, reset
+# required). From there it comes back anew; one that was late for an answer comes back as it was.
+LOST = ("(NVML 6)", "(NVML 15)", "(NVML 16)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +195,10 @@ def _answer(health: Health, answer: Answer, now: float) -> tuple[Health, list[No
         fault = Fault(answer.uuid, -1, -1, 0, f"the GPU doesn't answer: {answer.silence}", now)
         notice = Notice("GPUUnhealthy", answer.uuid, fault.reason)
         return replace(health, faults=(*health.faults, fault)), [notice]
-    if silent:
+    if silent and (len(own) == 1 or any(fault.xid == 0 and fault.reason.endswith(LOST) for fault in own)):
         return _recovered(health, answer.uuid, "it answers again after it was lost")
+    if silent:
+        return replace(health, faults=tuple(fault for fault in health.faults if fault not in own or fault.xid)), []
     if own and answer.recovery == 0 and any(fault.recovery for fault in own):
         return _recovered(health, answer.uuid, "the driver asks for no recovery action any more")
     if own and answer.recovery > 0:
@@ -223,15 +228,18 @@ class Memory:
     boot_id: str = field(default="")
 
     def load(self) -> Health:
-        """The faults of this boot. A missing, torn or older file means none."""
+        """The faults of this boot. A missing or older file means none. Raises OSError, or ValueError for a file that
+        isn't ours: then nothing is known, which somebody should be told."""
         try:
             with open(self.path, encoding="utf-8") as stream:
                 data = json.load(stream)
             if data["boot_id"] != self.boot_id:
                 return Health()
             return Health(tuple(Fault(**fault) for fault in data["faults"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except FileNotFoundError:
             return Health()
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not as we write it: {error}") from error
 
     def save(self, health: Health) -> None:
         """Replace the file. Raises OSError."""

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any, Protocol
 
 from gpulet.errors import NodeError
@@ -84,18 +85,14 @@ class Monitor:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                session = self._open()
-            except NodeError as error:
-                self._tell(NvmlState(str(error)))
+                with closing(self._open()) as session:
+                    self._watch(session)
+            except Exception as error:  # the thread must live: without it nothing would ever be unhealthy
+                strange = not isinstance(error, NodeError)
+                if strange:
+                    log.exception("health checks failed, trying again")
+                self._tell(NvmlState(f"{type(error).__name__}: {error}" if strange else str(error)))
                 self._stopping.wait(RETRY)
-                continue
-            try:
-                self._watch(session)
-            except NodeError as error:
-                self._tell(NvmlState(str(error)))
-                self._stopping.wait(RETRY)
-            finally:
-                session.close()
 
     def _watch(self, session: Session) -> None:
         for uuid, reason in session.watch(self.uuids).items():

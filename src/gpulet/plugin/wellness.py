@@ -47,6 +47,7 @@ class Wellness:
         self._monitor: Monitor | None = None
         self._watched: tuple[Config, tuple[str, ...]] | None = None
         self._scheduled = False
+        self._stuck: set[str] = set()  # acknowledgements that can't be removed
 
     def adopt(self, config: Config, facts: NodeFacts) -> None:
         """Watch these GPUs under this configuration from now on."""
@@ -57,7 +58,10 @@ class Wellness:
             log.warning("health checks: %r is no Xid: ignored", item)
         if config.state_dir and self._memory is None:
             self._memory = Memory(os.path.join(config.state_dir, "health.json"), boot_id())
-            self.health = self._memory.load()
+            try:
+                self.health = self._memory.load()
+            except (OSError, ValueError) as error:
+                log.error("faults from before the restart can't be read in %s: %s", self._memory.path, error)
             for fault in self.health.faults:
                 log.warning("GPU %s is still unhealthy from before the restart: %s", fault.uuid, fault.reason)
         uuids = tuple(gpu.uuid for gpu in facts.gpus)
@@ -112,8 +116,16 @@ class Wellness:
         if not config.state_dir or not os.path.isdir(folder):
             return
         for uuid in sorted(os.listdir(folder)):
+            try:
+                os.unlink(os.path.join(folder, uuid))  # first: what can't be removed would count again at each look
+            except OSError as error:
+                if uuid not in self._stuck:
+                    log.error("%s/%s can't be removed and doesn't count: %s", folder, uuid, error.strerror)
+                self._stuck.add(uuid)
+                continue
+            known = any(fault.uuid == uuid for fault in self.health.faults)
+            log.info("the operator says that %s is well%s", uuid, "" if known else ", which had no fault")
             self.hear(Acknowledged(uuid))
-            os.unlink(os.path.join(folder, uuid))
 
     def stop(self) -> None:
         """End the watch."""
