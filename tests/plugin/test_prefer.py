@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from gpulet.node.gpu import Link
@@ -118,3 +120,23 @@ def test_more_gpus_than_the_exact_answer_takes():
     chosen = preference(resource, node, "distributed")(ids, ids[7:8], 5)
     assert len(set(chosen)) == 5
     assert ids[7] in chosen
+
+
+@pytest.mark.parametrize("policy", ["distributed", "packed", "spread"])
+def test_thousands_of_replicas_take_milliseconds(policy):
+    resource = shared(EIGHT, 1000)
+    ids = [device.id for device in resource.devices]
+    prefer = preference(resource, EIGHT, policy)
+    began = time.process_time()
+    assert len(set(prefer(ids, [], 1000))) == 1000
+    assert time.process_time() - began < 0.5  # a look at every replica for each that is taken: more than 5 s
+
+
+def test_odd_requests_are_answered():
+    resource = shared(TWO, 4)
+    ids = [device.id for device in resource.devices]
+    prefer = preference(resource, TWO, "distributed")
+    for size in (-1, 0, 9, 2**31 - 1, -(2**31)):
+        assert prefer(ids, [], size) == []
+    assert prefer(ids * 3, ["unknown"], 8) and len(set(prefer(ids * 3, [], 8))) == 8
+    assert prefer([], [], 1) == []

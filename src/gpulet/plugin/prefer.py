@@ -68,7 +68,8 @@ def _by_policy(
     resource: Resource, available: Sequence[str], required: Sequence[str], size: int, policy: str
 ) -> list[str]:
     """Required devices, then one after the other the best of the rest."""
-    candidates = [resource.by_id[device_id] for device_id in available if device_id not in set(required)]
+    taken = set(required)
+    candidates = [resource.by_id[device_id] for device_id in available if device_id not in taken]
     chosen = [resource.by_id[device_id] for device_id in required]
     if len(chosen) > size or len(candidates) < size - len(chosen):
         return []
@@ -79,15 +80,22 @@ def _by_policy(
     def key(device: Device) -> tuple[int, ...]:
         """Smallest is best; a MIG device or replica first by itself, then by its GPU."""
         places = (device.base, device.gpu_uuid)
-        taken = [sign * (all_devices[where] - free[where]) for where in places]
+        used = [sign * (all_devices[where] - free[where]) for where in places]
         now = [picked[where] for where in places]
         if policy == "spread":
             return now[1], now[0], -free[device.gpu_uuid], -free[device.base]
-        return taken[0], now[0], taken[1], now[1]
+        return used[0], now[0], used[1], now[1]
 
+    stacks: dict[str, list[Device]] = {}  # the replicas of one base are alike: only the first has to be looked at
+    for device in reversed(candidates):
+        stacks.setdefault(device.base, []).append(device)
+    order = {device.id: number for number, device in enumerate(candidates)}
     while len(chosen) < size:
-        best = min(candidates, key=key)  # the first of equals, in the node's order
-        candidates.remove(best)
+        # the first of equals, in the node's order
+        best = min((stack[-1] for stack in stacks.values()), key=lambda device: (key(device), order[device.id]))
+        stacks[best.base].pop()
+        if not stacks[best.base]:
+            del stacks[best.base]
         chosen.append(best)
         for where in {best.base, best.gpu_uuid}:
             free[where] -= 1
