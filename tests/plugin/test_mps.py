@@ -65,3 +65,17 @@ def test_how_many_clients_a_gpu_takes(arch, replicas, fits):
     else:
         with pytest.raises(ConfigError, match=f"maximum allowed replicas exceeded: {replicas} >"):
             mps.check(resources)
+
+
+def test_a_control_program_that_cannot_be_run(tmp_path, monkeypatch, caplog):
+    program = tmp_path / "bin" / mps.PROGRAM
+    program.parent.mkdir()
+    program.write_bytes(b"\x7fELF torn")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    (tmp_path / "mps" / GPU / "pipe").mkdir(parents=True)
+    (tmp_path / "c.yaml").write_text("sharing: {mps: {resources: [{name: gpu, replicas: 2}]}}")
+    words = ("--config-file", str(tmp_path / "c.yaml"), f"--mps-root={tmp_path / 'mps'}")
+    with plugin.short_folder() as folder, Kubelet(folder), plugin.running(folder, lambda: facts(2), *words) as running:
+        plugin.until(lambda: "can't be run: Exec format error" in caplog.text)
+        assert running.thread.is_alive()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpulet.errors import NodeError
+from gpulet.node.gpu import Lost
 from gpulet.plugin import mps, mps_daemon
 from gpulet.plugin.config import Config, load
 from gpulet.plugin.resources import inventory
@@ -239,3 +240,30 @@ def test_arguments_of_mount_shm(site):
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == "mps-control-daemon: mount-shm takes no arguments: --x\n"
+
+
+def test_a_lost_gpu_does_not_end_the_others_clients(site):
+    node = [facts(2)]
+    running = mps_daemon.Service(lambda: load(words(site), {}), lambda config: node[0])
+    running.follow()
+    begun = told(site)
+    node[0] = facts(gpu(0), lost=(Lost(1, "GPU is lost (NVML 15)"),))
+    running.follow()
+    assert told(site) == begun
+    running.stop()
+
+
+def test_one_resources_trouble_is_not_the_others(site):
+    (site / "c.yaml").write_text(
+        f"flags: {{mpsRoot: {site / 'mps'}}}\n"
+        "resources: {gpus: [{pattern: '*80GB*', name: big}, {pattern: '*', name: small}]}\n"
+        "sharing: {mps: {resources: [{name: big, replicas: 2}, {name: small, replicas: 2}]}}\n"
+    )
+    running = service(site, facts(gpu(0, name="H100 80GB"), gpu(1, name="L4")))
+    (site / "mps" / "nvidia.com").mkdir(parents=True)
+    (site / "mps" / "nvidia.com" / "big").write_text("in the way")
+    with pytest.raises(OSError):
+        running.follow()
+    assert list(running.controls) == ["nvidia.com/small"]
+    assert not (site / "mps" / ".ready").exists()
+    running.stop()

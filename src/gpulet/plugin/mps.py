@@ -76,10 +76,13 @@ async def problem(resource: str, config: Config) -> str:
     program, where = find_program(PROGRAM, config)
     if program is None:
         return f"{PROGRAM} is neither in {where}"
-    process = await asyncio.create_subprocess_exec(
-        program, env=environ, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program, env=environ, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+    except OSError as error:
+        return f"{waiting}: {program} can't be run: {error.strerror}"
     try:
         output, _ = await asyncio.wait_for(process.communicate(QUESTION.encode()), ANSWER_TIMEOUT)
     except TimeoutError:

@@ -25,6 +25,7 @@ from gpulet.errors import GpuletError, NodeError, UsageError
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin import mps
 from gpulet.plugin.config import Config
+from gpulet.plugin.generation import with_lost
 from gpulet.plugin.resources import Resource, inventory
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ class Service:
         self._load, self._look = load, look
         self.controls: dict[str, Control] = {}
         self._ready = ""
+        self._facts: NodeFacts | None = None
 
     def follow(self) -> None:
         """One look at everything. Raises GpuletError, for a configuration or node that can't be used; what runs goes
@@ -156,12 +158,17 @@ class Service:
             if wanted.get(name) != control.plan or mps.environment(name, config) != control.environ:
                 self.controls.pop(name).stop()
         self._ready = os.path.join(mps.folder(config), ".ready")
-        try:
-            for name, new in wanted.items():
+        problems: list[GpuletError | OSError] = []
+        for name, new in wanted.items():
+            try:
                 self._keep(name, new, config)
-        except NodeError:
+            except (NodeError, OSError) as error:  # the others' clients have nothing to do with it
+                problems.append(error)
+        if problems:
             _remove(self._ready)
-            raise
+            for problem in problems[1:]:
+                log.error("%s", problem)
+            raise problems[0]
         if os.path.isdir(os.path.dirname(self._ready)):
             with open(self._ready, "w", encoding="ascii"):
                 pass
@@ -169,7 +176,9 @@ class Service:
     def _plans(self, config: Config) -> Mapping[str, Plan]:
         if not config.mps_active:
             return {}
-        offered = inventory(self._look(config), config)
+        # a lost GPU stays in its plan: another plan means an end of the daemon, and of its clients on all other GPUs
+        self._facts = with_lost(self._look(config), self._facts)
+        offered = inventory(self._facts, config)
         mps.check(offered.resources)
         return {one.name: plan(one) for one in offered.resources if mps.shared(one, config)}
 
@@ -246,6 +255,8 @@ def run(words: Sequence[str], load: Callable[[], Config], look: Callable[[Config
                 service.follow()
             except (GpuletError, OSError) as error:
                 log.error("%s; trying again", error)
+            except Exception:  # an end would be the end of everything that computes through MPS
+                log.exception("a look at the node failed; trying again")
             wake.wait(config.refresh_interval)
     finally:
         service.stop()
