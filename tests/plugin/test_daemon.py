@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 import threading
 import time
 
@@ -257,3 +260,114 @@ def test_no_thread_is_left(folder, kubelet):
         kubelet.wait_for(GPU, 2)
     kubelet.stop()
     plugin.until(lambda: threading.active_count() <= before)
+
+
+def test_a_configuration_under_which_nothing_is_found_takes_nothing_away(folder, kubelet, caplog):
+    caplog.set_level("INFO")
+    config = folder / "config.yaml"
+    config.write_text("flags: {nvidiaDriverRoot: /one}")
+    found = {"/one"}
+
+    def look(config):
+        if config.driver_root not in found:
+            raise NvmlError("NVML library not found", code=12, seen=config.driver_root)
+        return facts(2)
+
+    words = ("--config-file", str(config))
+    with plugin.running(folder, None, *words, refresh_every=0.1, look_as=look) as running:
+        kubelet.wait_for(GPU, 2)
+        config.write_text("flags: {nvidiaDriverRoot: /two}")
+        plugin.until(lambda: "the last one stays: NVML library not found: /two" in caplog.text)
+        time.sleep(0.5)
+        assert kubelet.resources()[GPU].allocatable == 2
+        assert running.daemon.generation.config.driver_root == "/one"
+        assert caplog.text.count("the last one stays") == 1
+        found.add("/two")  # what stood in its way is gone
+        plugin.until(lambda: running.daemon.generation.config.driver_root == "/two")
+        assert "driver_root = '/two' (was '/one')" in caplog.text
+        assert len(kubelet.registrations) == 1
+
+
+def test_a_reload_that_changes_nothing_is_said(folder, kubelet, caplog):
+    caplog.set_level("INFO")
+    with plugin.running(folder, lambda: facts(1)) as running:
+        kubelet.wait_for(GPU, 1)
+        running.reload()
+        plugin.until(lambda: "configuration read again: nothing has changed" in caplog.text)
+
+
+def test_an_error_that_nobody_expected_takes_nothing_away(folder, kubelet, caplog):
+    node = Node(facts(2))
+    with plugin.running(folder, node, refresh_every=0.1):
+        kubelet.wait_for(GPU, 2)
+        node.now = ZeroDivisionError("a bug")
+        plugin.until(lambda: "the last generation stays: a bug" in caplog.text)
+        assert "Traceback" in caplog.text
+        assert kubelet.resources()[GPU].allocatable == 2
+        node.now = facts(3)
+        kubelet.wait_for(GPU, 3)
+
+
+@pytest.mark.parametrize("word", [{"x": 1}, ["x"], 1, None])
+def test_a_checkpoint_of_another_form(folder, kubelet, word):
+    with plugin.running(folder, lambda: facts(2), refresh_every=0.1) as running:
+        kubelet.wait_for(GPU, 2)
+        entry = {"PodUID": "a", "ContainerName": "b", "ResourceName": GPU, "DeviceIDs": {"0": [word]}}
+        for change in ({}, {"ResourceName": word}, {"PodUID": word}, {"DeviceIDs": word}):
+            text = json.dumps({"Data": {"PodDeviceEntries": [{**entry, **change}]}})
+            (folder / "kubelet_internal_checkpoint").write_text(text)
+            time.sleep(0.25)
+        assert running.thread.is_alive()
+        assert kubelet.resources()[GPU].allocatable == 2
+
+
+def test_an_acknowledgement_that_cannot_be_removed(folder, kubelet, caplog):
+    node = Node(facts(1))
+    with plugin.running(folder, node, refresh_every=0.1):
+        kubelet.wait_for(GPU, 1)
+        (folder / "gpulet" / "well" / "GPU-x").mkdir(parents=True)
+        plugin.until(lambda: "can't be removed and doesn't count" in caplog.text)
+        node.now = facts(2)
+        kubelet.wait_for(GPU, 2)
+    assert caplog.text.count("can't be removed") == 1
+
+
+def test_faults_that_cannot_be_read_are_told(folder, kubelet, caplog):
+    (folder / "gpulet").mkdir()
+    (folder / "gpulet" / "health.json").write_text("{")
+    with plugin.running(folder, lambda: facts(1)):
+        kubelet.wait_for(GPU, 1)
+    assert "faults from before the restart can't be read" in caplog.text
+
+
+def test_more_replicas_than_a_kubelet_takes(folder, kubelet, caplog):
+    config = folder / "config.yaml"
+    config.write_text("")
+    with plugin.running(folder, lambda: facts(2), "--config-file", str(config), refresh_every=0.1):
+        kubelet.wait_for(GPU, 2)
+        config.write_text("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 1000000000}]}}")
+        plugin.until(lambda: "2 devices with 1000000000 replicas each" in caplog.text)
+        assert kubelet.resources()[GPU].allocatable == 2
+
+
+def test_metrics_wait_for_their_address(folder, kubelet, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    monkeypatch.setattr("gpulet.plugin.endpoint.RETRY", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with plugin.running(folder, lambda: facts(1), f"--metrics-address=127.0.0.1:{port}"):
+            kubelet.wait_for(GPU, 1)
+            assert "the devices are offered all the same" in caplog.text
+            taken.close()
+            plugin.until(lambda: f"listening at 127.0.0.1:{port} for metrics now" in caplog.text)
+            assert plugin.get(port, "/healthz") == (200, "ok\n")
+
+
+def test_a_reader_that_never_reads_is_dropped(folder, kubelet, monkeypatch):
+    monkeypatch.setattr("gpulet.plugin.endpoint.PATIENCE", 0.2)
+    with plugin.running(folder, lambda: facts(1), "--metrics-address=127.0.0.1:0") as running:
+        kubelet.wait_for(GPU, 1)
+        with socket.create_connection(("127.0.0.1", running.endpoint.port)) as mute:
+            mute.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                assert mute.recv(1) == b""

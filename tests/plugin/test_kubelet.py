@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
 import threading
 import time
 
+import grpc
 import pytest
 
+from gpulet.plugin.api import deviceplugin_pb2 as pb
+from gpulet.plugin.api import deviceplugin_pb2_grpc as rpc
 from gpulet.plugin.kubelet import Seen, State, accepted, decide, failed, identify
+from gpulet.plugin.server import STREAMS
 from gpulet.sim.kubelet import AdmissionError, Kubelet
 from support import plugin_process as plugin
 from support.hand_made import facts, gpu_uuid
@@ -237,3 +242,16 @@ def test_no_task_is_left(folder, kubelet):
         loop = running.loop
     assert loop.is_closed()
     assert not asyncio.all_tasks(loop)
+
+
+def test_many_streams_leave_a_thread_for_the_kubelet(folder, kubelet):
+    with plugin.running(folder, lambda: facts(2)) as running, contextlib.ExitStack() as stack:
+        kubelet.wait_for(GPU, 2)
+        address, own = f"unix:{folder}/nvidia-gpu.sock", [("grpc.use_local_subchannel_pool", 1)]
+        channels = [stack.enter_context(grpc.insecure_channel(address, options=own)) for _ in range(20)]
+        streams = [rpc.DevicePluginStub(channel).ListAndWatch(pb.Empty()) for channel in channels]
+        plugin.until(lambda: running.daemon.agents[GPU].streams == STREAMS)
+        assert rpc.DevicePluginStub(channels[-1]).GetDevicePluginOptions(pb.Empty(), timeout=5)
+        assert kubelet.allocate("p", "c", {GPU: 1}).envs  # its own stream came first and stays
+        for stream in streams:
+            stream.cancel()

@@ -60,10 +60,12 @@ def running(
     publish=lambda config, facts, imex: (),
     refresh_every: float = 10.0,
     report=None,
+    look_as=None,
 ):
-    """The daemon in a thread. Gives a Running; whatever ends it unexpectedly is raised at the end."""
+    """The daemon in a thread. look: gives facts; look_as: the same from a configuration. Gives a Running; whatever
+    ends it unexpectedly is raised at the end."""
     argv = ["--kubelet-socket-dir", str(folder), f"--refresh-interval={refresh_every}", *words]
-    plugin = Running(argv, look, publish, report)
+    plugin = Running(argv, look_as or (lambda config: look()), publish, report)
     plugin.thread.start()
     plugin.ready.wait(10)
     try:
@@ -97,9 +99,7 @@ class Running:
         config = load(argv, {})
         self.loop = asyncio.get_running_loop()
         metrics = Metrics() if config.metrics_address else None
-        self.daemon = Daemon(
-            lambda: load(argv, {}), lambda config: look(), publish, metrics=metrics, report=self.report
-        )
+        self.daemon = Daemon(lambda: load(argv, {}), look, publish, metrics=metrics, report=self.report)
         if metrics:
             self.endpoint = Endpoint(config.metrics_address, self.daemon, metrics)
             await self.endpoint.start()

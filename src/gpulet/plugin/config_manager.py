@@ -195,7 +195,9 @@ def _follow(api: ApiServer, settings: Settings, news: queue.SimpleQueue[str | No
                 news.put(label)
         except ApiError as error:
             log.warning("%s; trying again", error)
-            stop.wait(RETRY)
+        except (KeyError, TypeError, AttributeError) as error:
+            log.warning("the API server's answer isn't understood: %s %s; trying again", type(error).__name__, error)
+        stop.wait(RETRY)  # also after a watch's end: a server that ends each at once must not be asked without pause
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str], api: ApiServer | None = None) -> int:

@@ -52,7 +52,8 @@ class Daemon:
         self._metrics, self._report = metrics, report
         self.wellness = Wellness(session, self._health_changed, self._told)
         self._books = Audit()
-        self._refused = ""  # why the node's or the file's change could not be taken over, said once
+        self._wanted = Config()  # the newest configuration that could be read, in force or not yet
+        self._troubles: dict[str, str] = {}  # "node" or "configuration" -> what can't be taken over and why, said once
         self.silent: dict[str, str] = {}  # resource -> what its MPS control daemon's trouble is
         self._offering: asyncio.Task[None] | None = None
         self.stop = asyncio.Event()
@@ -72,7 +73,8 @@ class Daemon:
     async def run(self, config: Config) -> None:
         """Offer this configuration's resources, then follow changes. Raises GpuletError for a first generation that
         can't be worked out (NVML's failures only with fail_on_init_error)."""
-        self._file = _signature(config)
+        self._wanted = config
+        # the file's version isn't known: it may have changed since it was read, so the first round reads it again
         try:
             await self._first(config)
             while not self.stop.is_set():
@@ -88,7 +90,9 @@ class Daemon:
 
     async def _first(self, config: Config) -> None:
         try:
-            await self._adopt(generation(config, self._look(config), self._publish))
+            facts = await asyncio.to_thread(self._look, config)  # may take long: probes want their answer meanwhile
+            if not self.stop.is_set():
+                await self._adopt(generation(config, facts, self._publish))
         except NodeError as error:
             if config.fail_on_init_error:
                 raise
@@ -102,36 +106,71 @@ class Daemon:
         await asyncio.gather(*waits, return_exceptions=True)
 
     async def _follow(self, config: Config) -> Config:
-        """Take over what changed in the configuration or on the node; on any failure keep what is in force."""
-        if self._reload.is_set() or _signature(config) != self._file:
-            self._reload.clear()
-            self._file = _signature(config)
+        """Take over what changed in the configuration or on the node; what can't be taken over changes nothing, and
+        is tried again at the next look. Returns the configuration in force."""
+        self._read_again(config)
+        if self._wanted != config:
             try:
-                config = self._load()
-            except GpuletError as error:
-                log.error("new configuration refused, the last one stays: %s", error)
-                self._say("ConfigRejected", str(error))
+                await self._take_over(self._wanted)
+                log.info("new configuration in force: %s", self._wanted.difference(config))
+                config = self._wanted
+                self._trouble("configuration", "")
+            except Exception as error:
+                self._trouble("configuration", f"new configuration refused, the last one stays: {error}", error)
         try:
             self.wellness.take_acknowledgements(config)
-            facts = await asyncio.to_thread(self._look, config)
-            self.looked = with_lost(facts, self.generation.facts if self.generation else None)
-            self.wellness.hear(NvmlState(user="facts"))
-            current = self.generation
-            before = current.facts if current else None
-            if current is None or with_lost(facts, before) != before or config != current.config:
-                await self._adopt(generation(config, facts, self._publish, before))
+            await self._take_over(config)
             await self._ask_mps()
             self._audit()
-            self._refused = ""
+            self._trouble("node", "")
         except NvmlError as error:
-            log.error("the node's GPUs can't be asked: %s", error)
+            self._trouble("node", f"the node's GPUs can't be asked: {error}")
             self.wellness.hear(NvmlState(str(error), user="facts"))
-        except (GpuletError, OSError) as error:
-            log.error("the last generation stays: %s", error)
-            self._say("ConfigRejected", str(error) if str(error) != self._refused else "")
-            self._refused = str(error)
-            return self.generation.config if self.generation else config
+        except Exception as error:
+            self._trouble("node", f"the last generation stays: {error}", error)
         return config
+
+    def _read_again(self, config: Config) -> None:
+        """Have the newest configuration that can be read as the wanted one. config: the one in force."""
+        told, signature = self._reload.is_set(), _signature(self._wanted)
+        if not told and signature == self._file:
+            return
+        self._reload.clear()
+        self._file = signature
+        try:
+            new = self._load()
+        except Exception as error:
+            self._wanted = config
+            self._trouble("configuration", f"new configuration refused, the last one stays: {error}", error)
+            return
+        for warning in new.warnings if new.warnings != self._wanted.warnings else ():
+            log.warning("%s", warning)
+        if told and new == config:
+            log.info("configuration read again: nothing has changed")
+        self._wanted = new
+        self._trouble("configuration", "")
+
+    async def _take_over(self, config: Config) -> None:
+        """Look at the node, and make a generation where it or the configuration differs from the one in force."""
+        facts = await asyncio.to_thread(self._look, config)
+        current = self.generation
+        before = current.facts if current else None
+        looked = with_lost(facts, before)
+        if current is None or looked != before or config != current.config:
+            await self._adopt(generation(config, facts, self._publish, before))
+        self.looked = looked
+        self.wellness.hear(NvmlState(user="facts"))
+
+    def _trouble(self, what: str, text: str, error: BaseException | None = None) -> None:
+        """Say it where it is new; "" where there is none any more. With the trace of an error that nobody expected."""
+        if text and text != self._troubles.get(what):
+            strange = error is not None and not isinstance(error, GpuletError | OSError)
+            log.error("%s", text, exc_info=error if strange else None)
+            if error is not None:
+                self._say("ConfigRejected", str(error))
+        if what == "node" and not text and self._troubles.get(what):
+            log.info("the node can be looked at again")
+        self._troubles[what] = text
 
     def _told(self, news: Notice | XidSeen) -> None:
         """Health had news: for the metrics, and for people, who look for a GPU by more than its UUID."""

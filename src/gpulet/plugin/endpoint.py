@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
 from gpulet.errors import ConfigError
@@ -12,7 +13,11 @@ if TYPE_CHECKING:
     from gpulet.plugin.daemon import Daemon
     from gpulet.plugin.metrics import Metrics
 
+log = logging.getLogger(__name__)
+
 MOST_REQUEST_BYTES = 16384
+RETRY = 5.0  # seconds until an address that is taken is tried again
+PATIENCE = 10.0  # seconds for one question and its answer
 
 
 def _health(daemon: Daemon) -> list[str]:
@@ -44,11 +49,12 @@ class Endpoint:
 
     def __init__(self, address: str, daemon: Daemon, metrics: Metrics) -> None:
         host, _, port = address.rpartition(":")
-        if not port.isdigit() or int(port) > 65535:
+        if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
             raise ConfigError("invalid --metrics-address option", seen=address, wanted="host:port or :port")
         self._host, self._port = host.strip("[]") or None, int(port)
         self._daemon, self._metrics = daemon, metrics
         self._server: asyncio.Server | None = None
+        self._again: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
@@ -56,29 +62,44 @@ class Endpoint:
         return int(self._server.sockets[0].getsockname()[1]) if self._server else self._port
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError where the address can't be had."""
+        """Listen. An address that can't be had, as during a rolling update on the host's network, is tried again and
+        again: GPUs must not wait for metrics."""
+        problem = await self._listen()
+        if problem:
+            log.error("%s; trying again every %g s, the devices are offered all the same", problem, RETRY)
+            self._again = asyncio.get_running_loop().create_task(self._keep_trying())
+
+    async def _listen(self) -> str:
         try:
             self._server = await asyncio.start_server(self._serve, self._host, self._port)
         except OSError as error:
-            raise ConfigError(f"can't listen at {self._host or ''}:{self._port}", seen=error.strerror) from error
+            return f"can't listen at {self._host or ''}:{self._port} for metrics: {error.strerror}"
+        return ""
+
+    async def _keep_trying(self) -> None:
+        while True:
+            await asyncio.sleep(RETRY)
+            if not await self._listen():
+                log.info("listening at %s:%d for metrics now", self._host or "", self._port)
+                return
 
     async def stop(self) -> None:
-        """Stop listening."""
+        """Stop listening. Doesn't wait for those who are connected: that would be for as long as they like."""
+        if self._again:
+            self._again.cancel()
         if self._server:
             self._server.close()
-            await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-            status, kind, body = await self._answer(request[:MOST_REQUEST_BYTES].split(b" ", 2))
-            head = (
-                f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-            )
-            writer.write(head.encode() + body)
-            await writer.drain()
+            async with asyncio.timeout(PATIENCE):
+                request = await reader.readuntil(b"\r\n\r\n")
+                status, kind, body = await self._answer(request[:MOST_REQUEST_BYTES].split(b" ", 2))
+                head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+                writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+                await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # who asks badly gets nothing
+            writer.transport.abort()  # who asks badly, or doesn't take the answer, gets nothing
         finally:
             writer.close()
 

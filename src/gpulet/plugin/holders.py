@@ -114,8 +114,10 @@ def _checkpoint(path: str) -> Iterator[Holder]:
         with open(path, encoding="utf-8") as stream:
             entries = json.load(stream)["Data"]["PodDeviceEntries"] or []
         for entry in entries:
+            whose = entry["PodUID"], entry["ContainerName"], entry["ResourceName"]
             for ids in (entry["DeviceIDs"] or {}).values():
                 for device in ids:
-                    yield Holder("", entry["PodUID"], entry["ContainerName"], entry["ResourceName"], device)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                    if all(isinstance(word, str) for word in (*whose, device)):
+                        yield Holder("", *whose, device)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return  # missing, torn, or of a form that we don't know

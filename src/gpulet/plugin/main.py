@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -40,6 +41,8 @@ log = logging.getLogger("gpulet.plugin")
 def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFacts] | None = None) -> int:
     """Run the daemon until a signal ends it. Returns 0 after SIGTERM, SIGINT or SIGQUIT, 1 where it can't start,
     2 for a wrong command line. look: asks the node for its GPUs; NVML unless given."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is somebody to heed it; the file is read later
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of gRPC's own messages reaches us as errors
     words = list(sys.argv[1:] if argv is None else argv)
     name = os.path.basename(sys.argv[0]) if argv is None else PROGRAM
@@ -69,12 +72,20 @@ def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFact
         log.info("Running with config: %s", json.dumps(_effective(config)))
         asyncio.run(_run(words, config, look or ask_nvml))
     except GpuletError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        _last_word(name, error)
         return error.exit_code
     except OSError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        _last_word(name, error)
         return 1
     return 0
+
+
+def _last_word(name: str, error: Exception) -> None:
+    """Why it ends; as a line of the log where who reads that expects JSON."""
+    if any(isinstance(handler.formatter, _JsonLines) for handler in logging.getLogger("gpulet").handlers):
+        log.critical("%s: %s", name, error)
+    else:
+        print(f"{name}: {error}", file=sys.stderr)
 
 
 def _usage(name: str) -> str:

@@ -142,7 +142,8 @@ class Metrics:
             self.devices.labels(name, "Unhealthy").set(sick)
             self.devices.labels(name, "Healthy").set(len(offer.resource.devices) - sick)
         for one in held:
-            device = current.offers[one.resource].resource.by_id.get(one.device)
+            offered = current.offers.get(one.resource)  # a reload may have taken it while the kubelet was asked
+            device = offered.resource.by_id.get(one.device) if offered else None
             base, _, replica = one.device.partition("::")
             gpu = device.gpu_uuid if device else base  # not offered any more, and still somebody's
             mig = base if base.startswith("MIG-") else ""

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 Observe = Callable[[str, str, float], None]
 
-STREAMS, CALLS = 8, 4  # threads: each stream has one while it is open, a kubelet's leftover ones for a moment too
+STREAMS, CALLS = 8, 4  # threads: each stream has one while it is open; more streams are refused
 HEALTHY, UNHEALTHY = b"\x12\x07Healthy", b"\x12\x09Unhealthy"  # field 2 of Device, as protobuf writes it
 
 
@@ -89,7 +89,8 @@ class Server(rpc.DevicePluginServicer):  # type: ignore[misc]
                 raise
             raise OSError(0, f"can't listen: {error}", self.path) from error  # what gRPC raises where it can't bind
         self._server, self._pool, self._identity = server, pool, (info.st_dev, info.st_ino)
-        log.info("Starting to serve '%s' on %s", self._offer.resource.name, self.path)
+        resource = self._offer.resource
+        log.info("Starting to serve '%s' on %s: %d devices", resource.name, self.path, len(resource.devices))
 
     def holds_socket(self) -> bool | None:
         """Whether the socket at the path is ours; None where there is none."""
@@ -134,7 +135,10 @@ class Server(rpc.DevicePluginServicer):  # type: ignore[misc]
         if not context.add_callback(self._wake):
             return  # the call has ended already
         with self._changed:
-            self.streams += 1
+            full = self.streams >= STREAMS
+            self.streams += not full
+        if full:  # Allocate must find a thread
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAMS} streams are open already")
         sent = None
         try:
             while not self._closing and context.is_active():
