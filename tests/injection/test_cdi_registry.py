@@ -111,6 +111,23 @@ def test_only_json_and_yaml_files_right_in_the_folder(tmp_path: Path) -> None:
     assert registry.names() == ["nvidia.com/gpu=linked", "nvidia.com/gpu=yes"] and not registry.errors
 
 
+@pytest.mark.parametrize("name", ["odd.yaml", "odd.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "endless"])
+def test_what_is_no_file_to_read_stops_nobody(tmp_path: Path, name: str, kind: str) -> None:
+    put(tmp_path, "good.json", spec("0"))
+    odd = tmp_path / name
+    if kind == "pipe":
+        os.mkfifo(odd)
+    elif kind == "device":
+        odd.symlink_to("/dev/zero")
+    else:
+        odd.touch()
+        os.truncate(odd, 1 << 40)
+    registry = cdi.Registry([str(tmp_path)])
+    assert registry.resolve(["nvidia.com/gpu=0"])
+    assert ("too large" if kind == "endless" else "no regular file") in str(registry.errors[str(odd)])
+
+
 def test_files_are_read_again_on_load(tmp_path: Path) -> None:
     registry = cdi.Registry([str(tmp_path)])
     assert registry.names() == []

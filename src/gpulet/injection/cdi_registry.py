@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 DEFAULT_FOLDERS = ("/etc/cdi", "/var/run/cdi")
+MOST_BYTES = 32 << 20  # of a spec file; a node's takes some KiB
 _TYPES = {0o020000: "c", 0o060000: "b", 0o010000: "p"}  # stat.h: S_IFCHR, S_IFBLK, S_IFIFO
 
 
@@ -66,8 +67,7 @@ def parse(data: bytes) -> Any:
 def read_spec(path: str) -> dict[str, Any]:
     """One file's spec, checked. Raises CdiError that names the file."""
     try:
-        with open(path, "rb") as file:
-            data = file.read()
+        data = _content(path)
         spec = _parse_json(data) if path.endswith(".json") else parse(data)
         cdi_rules.check(spec)
     except OSError as error:
@@ -75,6 +75,17 @@ def read_spec(path: str) -> dict[str, Any]:
     except CdiError as error:
         raise CdiError(f"CDI spec {path}", seen=str(error)) from error
     return dict(spec)
+
+
+def _content(path: str) -> bytes:
+    """A file's bytes. A pipe in a spec folder mustn't stop every container, nor a file without end fill the memory."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        info = os.fstat(file.fileno())
+        if info.st_mode & 0o170000 != 0o100000:
+            raise CdiError("no regular file", wanted="a file, or a link to one")
+        if info.st_size > MOST_BYTES:
+            raise CdiError("too large", seen=f"{info.st_size} bytes", wanted=f"{MOST_BYTES} at most")
+        return file.read()
 
 
 def _parse_json(data: bytes) -> Any:
