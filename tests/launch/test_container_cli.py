@@ -105,6 +105,7 @@ FAILURES = {
     "Try `nvidia-container-cli configure --help' or `nvidia-container-cli configure\n--usage' for more information.",
     "configure relative": "nvidia-container-cli: input error: invalid rootfs directory",
     "configure /": "nvidia-container-cli: input error: invalid rootfs directory",
+    "configure /x/../.": "nvidia-container-cli: input error: invalid rootfs directory",
     "configure --pid=abc /x": "nvidia-container-cli: input error: parse pid failed: invalid argument",
     "configure --pid=99999999999 /x": "nvidia-container-cli: input error: parse pid failed: "
     "numerical result out of range",

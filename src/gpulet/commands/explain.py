@@ -68,10 +68,11 @@ def explain_require(
     """Hold requirement expressions against this node, clause by clause. Exit 1 where one doesn't hold."""
     wanted = list(expressions or [])
     if image_env:
-        pairs = [line.partition("=") for line in image_env.read_text().splitlines() if "=" in line]
+        pairs = [line.partition("=") for line in image_env.read_text("utf-8", "replace").splitlines() if "=" in line]
         wanted += [value for name, _, value in pairs if name.startswith(requirements.PREFIX)]
     if not wanted:
-        raise UsageError("nothing to explain", wanted="an expression or --image-env FILE")
+        seen = f"no {requirements.PREFIX}* in {image_env}" if image_env else None
+        raise UsageError("nothing to explain", seen=seen, wanted="an expression or --image-env FILE")
     settings = settings_file.load(config or None)
     against = subjects(settings, nvml=any(name in text.lower() for name in ("arch", "brand") for text in wanted))
     judged = [judge(expression, subject) for expression in wanted for subject in against]

@@ -46,7 +46,7 @@ TRIPLETS = {"x86_64": ("x86_64-linux-gnu", "i386-linux-gnu"), "aarch64": ("aarch
 def run(call: Call) -> int:
     """Runs the command."""
     rootfs = call.words[0]
-    if not rootfs.startswith("/") or not rootfs.strip("/"):
+    if not rootfs.startswith("/") or not os.path.normpath(rootfs).strip("/"):  # "/." would be the host's own, too
         raise Failure("input error", "invalid rootfs directory")
     pid = _pid(call)
     request = request_of(call)
