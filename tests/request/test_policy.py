@@ -16,6 +16,7 @@ from gpulet.settings import Settings
 from support.containers import GPUS, UID, container, pod
 
 V = "NVIDIA_VISIBLE_DEVICES"
+CHANNEL = b"/var/run/nvidia-container-devices/imex/3"
 KUBELET = Settings(policy_grants="kubelet", accept_volume_mounts=True)
 
 
@@ -199,7 +200,23 @@ def test_what_the_environment_alone_could_bring_stays_out(tmp_path: Path) -> Non
 def test_devices_beside_gpus_by_the_plugins_answer_alone(tmp_path: Path) -> None:
     book = ledger(tmp_path, entry(GPUS[0], NVIDIA_GDS="enabled", NVIDIA_MOFED="disabled"))
     own = ("NVIDIA_GDS=enabled", "NVIDIA_MOFED=enabled", "NVIDIA_NVSWITCH=enabled")
-    assert decide(container(*own, annotations=pod()), KUBELET, book).request.gated == ("gds",)
+    seen = decide(container(*own, annotations=pod()), KUBELET, book)
+    assert seen.request.gated == ("gds",)
+    assert [rule.where for rule in seen.trace if rule.name == "gds"] == ["the device plugin's answer in the ledger"]
+
+
+@pytest.mark.parametrize("unprivileged", [True, False])
+def test_imex_channels_by_the_plugins_answer_alone(tmp_path: Path, unprivileged: bool) -> None:
+    settings = KUBELET.replace(accept_envvar_unprivileged=unprivileged)
+    one = container("NVIDIA_IMEX_CHANNELS=7", mounts=("imex/8",), annotations=pod())
+    by_env = ledger(tmp_path, entry(GPUS[0], NVIDIA_IMEX_CHANNELS="0,1"))
+    assert decide(one, settings, by_env).request.imex == ("0", "1")
+    mount = b"".join(bytes([number << 3 | 2, len(text)]) + text for number, text in ((1, CHANNEL), (2, b"/dev/null")))
+    response = base64.b64encode(bytes([2 << 3 | 2, len(mount)]) + mount).decode()
+    by_mount = ledger(tmp_path, entry(GPUS[0]) | {"AllocResp": response})
+    assert decide(one, settings, by_mount).request.imex == ("3",)
+    ignored = settings.replace(ignore_imex_requests=True)
+    assert decide(one, ignored, by_env).request.imex == ()
 
 
 def test_other_devices_of_nvidias_are_no_indices_of_gpus(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def decide(
     own_word = wish.source != "ledger"
     if not own_word and settings.mode == "auto":
         mode = _default_mode(hook)  # the names that chose another were the container's, and don't count
+    word = container if own_word else policy.answered(container, ledger)  # on devices beside GPUs
     mig_config, mig_monitor = _mig(container, trace, strict=mode == "legacy")
     request = Request(
         source=wish.source,
@@ -68,8 +69,8 @@ def decide(
         variable=wish.variable,
         capabilities=capabilities(container, settings, trace, strict=mode == "legacy"),
         requirements=collect(container, settings, trace),
-        imex=channels(container, settings, trace) if own_word else (),
-        gated=_gated(container, trace, None if own_word or ledger is None else policy.answered(container, ledger)),
+        imex=channels(word, settings, trace),
+        gated=_gated(word, trace),
         mig_config=mig_config,
         mig_monitor=mig_monitor,
         privileged=container.privileged,
@@ -155,18 +156,14 @@ def _described(wish: Asked) -> str:
     return f"{devices} by {wish.variable if wish.source == 'environment' else wish.source}"
 
 
-def _gated(container: Container, trace: Trace, answered: dict[str, str] | None) -> tuple[str, ...]:
-    """Kinds of devices beside GPUs. answered: the device plugin's environment, which alone counts where the container's
-    own word doesn't; None where it does."""
+def _gated(container: Container, trace: Trace) -> tuple[str, ...]:
     found = []
     for variable, name in GATED:
         value = container.variable(variable)
         if value is not None:
-            outcome = "on" if value == "enabled" else "not `enabled`: off"
-            if outcome == "on" and answered is not None and answered.get(variable) != value:
-                outcome = "off: not the device plugin's answer"
-            trace.note(name, f"{variable}={value}", container.position(variable), outcome)
-            if outcome == "on":
+            on = value == "enabled"
+            trace.note(name, f"{variable}={value}", container.position(variable), "on" if on else "not `enabled`: off")
+            if on:
                 found.append(name)
     return tuple(found)
 

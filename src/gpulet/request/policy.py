@@ -22,13 +22,15 @@ TEGRA = "tegra"  # the one device id of device plugins that is no UUID
 
 
 class Grant(Value):
-    """One allocation: device ids without replica suffixes, and the environment that the plugin answered with."""
+    """One allocation: device ids without replica suffixes, and what the plugin answered with: the environment, and
+    mounts as (source, destination)."""
 
     pod_uid: str
     container: str
     resource: str
     devices: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
+    mounts: tuple[tuple[str, str], ...] = ()
 
 
 class Ledger(Value):
@@ -83,9 +85,22 @@ def granted(container: Container, ledger: Ledger) -> tuple[tuple[str, ...], str]
     return devices, "" if devices else "the kubelet allocated no GPU to it"
 
 
-def answered(container: Container, ledger: Ledger) -> dict[str, str]:
-    """The environment that the device plugin answered with for this container."""
-    return {name: value for grant in ledger.of(container.pod_uid, container.name) for name, value in grant.env}
+class Answer(Container):
+    """What the device plugin answered for a container, as if that were all it says: its word counts like that of a
+    privileged container."""
+
+    privileged: bool = True
+
+    def position(self, name: str) -> str:
+        """Where a variable stands, in words."""
+        return "the device plugin's answer in the ledger"
+
+
+def answered(container: Container, ledger: Ledger | None) -> Answer:
+    """The environment and the mounts that the device plugin answered with for this container."""
+    grants = ledger.of(container.pod_uid, container.name) if ledger else ()
+    mounts = tuple((source, path) for grant in grants for source, path in grant.mounts)
+    return Answer(env=tuple(pair for grant in grants for pair in grant.env), mounts=mounts)
 
 
 def beyond(asked: tuple[str, ...], variable: str, value: str, container: Container, ledger: Ledger) -> bool:
@@ -116,31 +131,31 @@ def _grant(entry: dict[str, Any]) -> Grant | None:
     # under nvidia.com/..., which would be read as indices of GPUs that nobody granted.
     if not devices or not all(device.startswith(("GPU-", "MIG-")) or device == TEGRA for device in devices):
         return None
-    return Grant(
-        str(entry["PodUID"]),
-        str(entry["ContainerName"]),
-        str(entry["ResourceName"]),
-        devices,
-        _answered(entry.get("AllocResp")),
-    )
+    who = str(entry["PodUID"]), str(entry["ContainerName"])
+    return Grant(*who, str(entry["ResourceName"]), devices, *_answer(entry.get("AllocResp")))
 
 
-def _answered(text: str | None) -> tuple[tuple[str, str], ...]:
-    """The environment in a ContainerAllocateResponse: base64 of protobuf, where field 1 is map<string, string> envs
-    (k8s.io/kubelet deviceplugin v1beta1)."""
+def _answer(text: str | None) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+    """The environment and the mounts in a ContainerAllocateResponse: base64 of protobuf, where field 1 is
+    map<string, string> envs and field 2 Mount {container_path = 1, host_path = 2} (k8s.io/kubelet deviceplugin
+    v1beta1)."""
     if not text:
-        return ()
+        return (), ()
     from binascii import a2b_base64
 
-    pairs = []
+    env, mounts = [], []
     try:
         for number, body in _fields(a2b_base64(text)):
-            if number == 1:
-                entry = {key: value.decode() for key, value in _fields(body)}
-                pairs.append((entry.get(1, ""), entry.get(2, "")))
-    except ValueError:  # one plugin's odd answer: its environment counts for nothing, the allocation stands
-        return ()
-    return tuple(pairs)
+            if number in (1, 2):
+                part = {key: value.decode() for key, value in _fields(body)}
+                pair = part.get(1, ""), part.get(2, "")
+                if number == 1:
+                    env.append(pair)
+                else:
+                    mounts.append(pair[::-1])
+    except ValueError:  # one plugin's odd answer: it counts for nothing, the allocation stands
+        return (), ()
+    return tuple(env), tuple(mounts)
 
 
 def _fields(data: bytes) -> list[tuple[int, bytes]]:
