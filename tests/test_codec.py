@@ -107,3 +107,9 @@ def test_a_link_in_the_way_is_not_written_through(tmp_path: Path) -> None:
     assert not at.exists()
     codec.write_own(str(at), {"a": 1})  # what a killed one left is gone by then
     assert codec.read_own(str(at)) == {"a": 1}
+
+
+def test_a_pipe_in_its_place_makes_nobody_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "one.json", 0o600)
+    with pytest.raises(ValueError):
+        codec.read_own(str(tmp_path / "one.json"))

@@ -84,7 +84,7 @@ def kept(source: str, at: str, make: Callable[[], Any], stamp: str = "") -> Any:
     """What `make()` makes of the file `source`, kept as JSON in the file `at` and taken from there the next time.
 
     Reading TOML or YAML costs a starting container tens of milliseconds, this costs one. What is kept counts for this
-    very file (inode, size, change time) and `stamp` alone, and only where root or ourselves wrote it. Where it can't be
+    very file (inode, size, modification time) and `stamp` alone, and only where root or ourselves wrote it. Where it can't be
     kept (a folder that can't be written, a value that JSON would change), nothing is said. Raises what `make` raises.
     """
     import time
@@ -109,7 +109,7 @@ def kept(source: str, at: str, make: Callable[[], Any], stamp: str = "") -> Any:
 def read_own(path: str) -> Any:
     """The JSON in a file that root or ourselves wrote and nobody else can write. Raises OSError for none such,
     ValueError for no JSON."""
-    with open(path, "rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a pipe makes nobody wait
         info = os.fstat(file.fileno())
         if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
             raise PermissionError(1, "another's file", path)  # EPERM
