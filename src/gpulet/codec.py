@@ -84,8 +84,9 @@ def kept(source: str, at: str, make: Callable[[], Any], stamp: str = "") -> Any:
     """What `make()` makes of the file `source`, kept as JSON in the file `at` and taken from there the next time.
 
     Reading TOML or YAML costs a starting container tens of milliseconds, this costs one. What is kept counts for this
-    very file (inode, size, modification time) and `stamp` alone, and only where root or ourselves wrote it. Where it can't be
-    kept (a folder that can't be written, a value that JSON would change), nothing is said. Raises what `make` raises.
+    very file (inode, size, modification time) and `stamp` alone, and only where root or ourselves wrote it. Where it
+    can't be kept (a folder that can't be written, a value that JSON would change), nothing is said. Raises what `make`
+    raises.
     """
     import time
 

@@ -6,7 +6,8 @@ A key that isn't known is ignored, as the peer ignores it, and listed in `unknow
 wrong type is a ConfigError that names the line.
 
 Reading TOML costs a starting container about 20 ms, so what a file holds is kept as JSON beside it
-(`.config.toml.gpulet`), keyed by the file's inode, size and modification time; where the folder can't be written, it isn't.
+(`.config.toml.gpulet`), keyed by the file's inode, size and modification time; where the folder can't be written, it
+isn't.
 """
 
 from __future__ import annotations
