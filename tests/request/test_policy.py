@@ -254,3 +254,12 @@ def test_a_pod_that_speaks_as_the_engine_that_does_not_run_it(tmp_path: Path, fo
     assert not seen
     assert "contradict" in seen.reason
     assert decide(container(annotations=CRIO | pod()), settings, book).request.devices == (GPUS[0],)
+
+
+@pytest.mark.parametrize("untrusted", ["ignore", "deny"])
+def test_the_ledger_names_what_mounts_that_do_not_count_would(tmp_path: Path, untrusted: str) -> None:
+    folder = "/var/run/nvidia-container-devices"
+    book = ledger(tmp_path, entry(GPUS[0], NVIDIA_VISIBLE_DEVICES=folder))
+    settings = KUBELET.replace(accept_volume_mounts=False, policy_untrusted_env=untrusted)
+    one = container(f"{V}={folder}", mounts=(GPUS[0],), annotations=pod())
+    assert decide(one, settings, book).request.devices == (GPUS[0],)

@@ -117,7 +117,8 @@ def _from_environment(container: Container, settings: Settings, trace: Trace, va
         return Asked("", (), variable, void=True)
     if not _believed(container, settings, trace, ", ".join(names)):
         return Asked("", (), variable)
-    if MOUNT_FOLDER in devices:  # what the device plugin says where its mounts name the devices: no device's name
+    # What the device plugin says where its mounts name the devices, and no device's name; the ledger names them too.
+    if MOUNT_FOLDER in devices and settings.policy_grants == "env":
         raise RequestError(
             "the devices are named by mounts, which don't count here",
             seen=f"{', '.join(names)}={MOUNT_FOLDER}",
