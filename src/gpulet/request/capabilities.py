@@ -52,9 +52,10 @@ def capabilities(container: Container, settings: Settings, trace: Trace, *, stri
         if strict:
             raise RequestError(
                 f"unsupported capabilities found in '{','.join(wanted)}' (allowed '{','.join(chosen)}')",
+                wanted=f"all, or some of {','.join(allowed)}",
                 remedy=f"correct {VARIABLE}, or supported-driver-capabilities in config.toml",
             )
-        trace.warn("capabilities", value, where, f"{refused}: not supported, left out; {','.join(chosen)}")
+        trace.warn("capabilities", value, where, f"{refused}: none of {','.join(allowed)}, left out")
     else:
         trace.note("capabilities", value, where, ",".join(chosen))
     return chosen
