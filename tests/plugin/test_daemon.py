@@ -371,3 +371,13 @@ def test_a_reader_that_never_reads_is_dropped(folder, kubelet, monkeypatch):
             mute.settimeout(5)
             with contextlib.suppress(ConnectionResetError):
                 assert mute.recv(1) == b""
+
+
+def test_a_node_without_a_driver_is_alive_and_not_ready(folder, kubelet):
+    node = Node(NvmlError("NVML library not found", code=12))
+    words = ("--fail-on-init-error=false", "--metrics-address=127.0.0.1:0")
+    with plugin.running(folder, node, *words, refresh_every=0.1) as running:
+        plugin.until(lambda: running.daemon.wellness.health.problem)
+        assert plugin.get(running.endpoint.port, "/healthz") == (200, "ok\n")
+        wanted = (503, "no GPUs found yet: NVML library not found\n")
+        assert plugin.get(running.endpoint.port, "/readyz") == wanted

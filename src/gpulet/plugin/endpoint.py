@@ -21,15 +21,17 @@ PATIENCE = 10.0  # seconds for one question and its answer
 
 
 def _health(daemon: Daemon) -> list[str]:
-    """What is wrong with the daemon itself."""
+    """What is wrong with the daemon itself. A node that never had a driver is none of its faults: to start it again and
+    again would change nothing there."""
     problem = daemon.wellness.health.problem
-    return [f"NVML: {problem}"] if problem else []
+    return [f"NVML: {problem}"] if problem and daemon.generation else []
 
 
 def _readiness(daemon: Daemon) -> list[str]:
     """Why GPUs can't be given out now."""
     if daemon.generation is None:
-        return ["no GPUs found yet"]
+        problem = daemon.wellness.health.problem
+        return ["no GPUs found yet" + (f": {problem}" if problem else "")]
     waiting = [
         f"{name} isn't registered" + (f": {agent.problem}" if agent.problem else "")
         for name, agent in daemon.agents.items()
