@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpulet.errors import NodeError
+from gpulet.errors import NodeError, NvmlError
 from gpulet.plugin.config import Config
 from gpulet.plugin.health import (
     Acknowledged,
@@ -203,3 +203,30 @@ def test_the_monitor_outlives_any_error(monkeypatch):
     until(lambda: len(heard) > 1)
     monitor.stop()
     assert heard[:2] == [NvmlState("ZeroDivisionError: a bug"), NvmlState("no events")]
+
+
+def test_a_lost_gpu_that_ends_the_wait_is_one_lost_gpu():
+    heard = []
+
+    class Session:
+        def watch(self, uuids):
+            return {}
+
+        def wait(self, timeout_ms):
+            raise NvmlError("NVML can't wait for events", code=15, seen="GPU is lost")
+
+        def state(self, uuid):
+            return "GPU is lost (NVML 15)" if uuid == A else ""
+
+        def recovery(self, uuid):
+            return 0
+
+        def close(self):
+            pass
+
+    monitor = Monitor(Session, [A, B], heard.append)
+    monitor.start()
+    until(lambda: len(heard) > 3)
+    monitor.stop()
+    assert heard[:3] == [NvmlState(), Answer(A, "GPU is lost (NVML 15)"), Answer(B, "", 0)]
+    assert not any(isinstance(event, NvmlState) and event.problem for event in heard)

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
-from gpulet.errors import NodeError
+from gpulet.errors import NodeError, NvmlError
 from gpulet.node.nvml import Event as NvmlEvent
 from gpulet.plugin.health import Answer, Event, NvmlState, XidSeen
 
 log = logging.getLogger(__name__)
 
+GPU_IS_LOST = 15  # NVML_ERROR_GPU_IS_LOST: of one GPU, though the wait was for all
 XID = 8  # nvmlEventTypeXidCriticalError
 WAIT_MS = 200
 ASK_EVERY = 5.0  # seconds between questions to each GPU
@@ -99,7 +100,16 @@ class Monitor:
             log.warning("GPU %s: no health events: %s", uuid, reason)  # too old for them: stays as healthy as it is
         asked, working = 0.0, False
         while not self._stopping.is_set():
-            event = session.wait(WAIT_MS)
+            try:
+                event = session.wait(WAIT_MS)
+            except NvmlError as error:
+                if error.code != GPU_IS_LOST:
+                    raise
+                log.warning("%s: asking which, and watching the others anew", error)
+                self._tell(NvmlState())  # NVML itself works
+                self._ask(session)
+                self._stopping.wait(WAIT_MS / 1000)
+                return
             if not working:
                 working = True
                 self._tell(NvmlState())
@@ -107,5 +117,8 @@ class Monitor:
                 self._tell(XidSeen(event.uuid, event.data, event.gi, event.ci))
             if time.monotonic() - asked >= self._ask_every:
                 asked = time.monotonic()
-                for uuid in self.uuids:
-                    self._tell(Answer(uuid, silence := session.state(uuid), -1 if silence else session.recovery(uuid)))
+                self._ask(session)
+
+    def _ask(self, session: Session) -> None:
+        for uuid in self.uuids:
+            self._tell(Answer(uuid, silence := session.state(uuid), -1 if silence else session.recovery(uuid)))
