@@ -284,7 +284,18 @@ def test_c47_a_misspelt_capability(machine: Machine) -> None:
     assert "vidoe" in refused(machine, *env)
     configure(machine)
     machine.create(config(*env))
-    assert "vidoe: not supported, left out" in told(machine)
+    assert "vidoe: none of compat32,compute,display,graphics,ngx,utility,video, left out" in told(machine)
+
+
+def test_c47_a_host_without_a_capabilitys_libraries(machine: Machine) -> None:
+    """Distributions pack parts of a driver apart: said each time, also where the answer is remembered."""
+    for name in ("libnvcuvid", "libnvidia-encode", "libnvidia-opticalflow", "libvdpau_nvidia"):
+        for path in machine.root.rglob(f"{name}.so*"):
+            path.unlink()
+    for _ in range(2):
+        machine.create(config(f"{V}=0", "NVIDIA_DRIVER_CAPABILITIES=utility,video"))
+    assert told(machine).count("capability video: this node's driver has no file of it") == 2
+    assert "capability utility" not in told(machine)
 
 
 @pytest.mark.root

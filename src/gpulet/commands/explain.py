@@ -123,6 +123,7 @@ def data(bundle: Bundle, plan: Plan, settings: Settings) -> dict[str, Any]:
         "laid": [{"path": thing.path, "links": dict(thing.links), "bytes": len(thing.data)} for thing in plan.laid],
         "config_json": {"changed": plan.config != bundle.config, "after": plan.config},
         "assumed": list(plan.memory.assumed) if plan.memory else [],
+        "lacking": list(plan.memory.lacking) if plan.memory else [],
         "trap": decision.request.source == "legacy-image",
     }
 
@@ -189,6 +190,8 @@ def _show_plan(console: Console, bundle: Bundle, plan: Plan) -> None:
         _item(console, "compat", work.compat_folder, f"taken where it is newer than driver {work.host_driver}")
     for term in plan.memory.assumed if plan.memory else ():
         _item(console, "require", term, "taken as met: nothing is known of that here without NVML")
+    for name in plan.memory.lacking if plan.memory else ():
+        _item(console, "lacking", name, "this node's driver has no file of that capability; install its package")
     hooks_before = (bundle.config.get("hooks") or {}).items()
     left = [(stage, hook) for stage, hooks in (plan.config.get("hooks") or {}).items() for hook in hooks]
     for stage, hook in left:

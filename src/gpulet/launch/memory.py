@@ -31,12 +31,13 @@ _NAMES = (1 << 89) - 1  # a prime: what was asked gives the file's name as its r
 
 class Memory:
     """The answer to one request. found: the Injection, None where none is remembered that counts; sonames: of its
-    libraries, path in the container -> (soname, flags in the loader's cache); assumed: see sources.Found."""
+    libraries, path in the container -> (soname, flags in the loader's cache); assumed, lacking: see sources.Found."""
 
     def __init__(self, request: Request, mode: str, settings: Settings) -> None:
         self.found: Injection | None = None
         self.sonames: dict[str, tuple[str, int]] = {}
         self.assumed: tuple[str, ...] = ()
+        self.lacking: tuple[str, ...] = ()
         self._root = settings.driver_root()
         asked = [getattr(request, name) for name in request._fields if name not in ("reason", "variable", "source")]
         set_up = [getattr(settings, name) for name in settings._fields if name not in ("lines", "unknown")]
@@ -52,6 +53,7 @@ class Memory:
                 return self
             self.sonames = {path: (name, flags) for path, (name, flags) in content["sonames"].items()}
             self.assumed = tuple(content["assumed"])
+            self.lacking = tuple(content["lacking"])
             self.found = _revived(content["injection"])
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             pass  # none, or of a form that isn't ours
@@ -78,6 +80,7 @@ class Memory:
             "said": _said(self._root),
             "injection": injection.to_data(),
             "assumed": list(self.assumed),
+            "lacking": list(self.lacking),
             "sonames": {path: list(pair) for path, pair in sonames.items()},
         }
         folder = os.path.dirname(self._path)

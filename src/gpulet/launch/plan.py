@@ -135,7 +135,7 @@ def _answer(decision: Decision, container: Container, settings: Settings) -> tup
     from gpulet.launch import sources
 
     found = sources.find(decision.request, decision.mode, container, settings)
-    memory.assumed = found.assumed
+    memory.assumed, memory.lacking = found.assumed, found.lacking
     return found.injection, memory, found.looked
 
 

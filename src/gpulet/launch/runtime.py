@@ -117,6 +117,8 @@ def _tell(log: Log, bundle: Bundle, plan: Plan, spent: str) -> None:
             log.write("warning", f"{rule.name}: {rule.outcome}", input=rule.input, where=rule.where)
     for term in plan.memory.assumed if plan.memory else ():
         log.write("warning", f"requirement taken as met: {term}: nothing is known of that here without NVML")
+    for name in plan.memory.lacking if plan.memory else ():
+        log.write("warning", f"capability {name}: this node's driver has no file of it; install its package")
     request, one = bundle.decision.request, bundle.container
     if request:
         log.write(

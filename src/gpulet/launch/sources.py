@@ -16,6 +16,7 @@ from gpulet.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from gpulet.node.driver_files import DriverFiles
     from gpulet.node.gpu import NodeFacts
     from gpulet.request.bundle import Container
     from gpulet.request.model import Request
@@ -26,11 +27,13 @@ USUAL_LISTS = ("l4t.csv", "drivers.csv", "devices.csv")
 
 class Found(Value):
     """An Injection; the folders and files of the host that it was made from, () where it can't be known whether the
-    next look would give the same; and requirements that were taken as met, as nothing is known of what they ask."""
+    next look would give the same; requirements that were taken as met, as nothing is known of what they ask; and driver
+    capabilities that were asked for and of which this node's driver has no file."""
 
     injection: Injection
     looked: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
 
 
 def find(request: Request, mode: str, container: Container, settings: Settings) -> Found:
@@ -149,8 +152,11 @@ def _from_node(request: Request, settings: Settings) -> Found:
             gated = build.gated(facts, request.gated, root=root)
             return Found(build.merge([found, build.imex(facts, request.imex), gated]), assumed=assumed)
     files = driver.find(root, version=facts.driver, ldcache=settings.cli_ldcache)
+    lacking: tuple[str, ...] = ()
     if set(DRIVER_CAPABILITIES) <= set(request.capabilities):
         request = request.replace(capabilities=("all",))  # with the files that belong to none of them
+    else:
+        lacking = _lacking(files, request.capabilities)
     injection = build.build(facts, files, request)
     if settings.jit_disable_hooks:
         from gpulet.injection.cdi_hooks import less
@@ -158,7 +164,14 @@ def _from_node(request: Request, settings: Settings) -> Found:
         injection = injection.replace(rootfs=less(injection.rootfs, settings.jit_disable_hooks))
     known = facts.source == "procfs" and not any(gpu.mig_enabled or not gpu.uuid for gpu in facts.gpus)
     looked = looked_into(files, facts.dev_root, settings.cli_ldcache) if known else ()
-    return Found(injection.replace(gids=()) if settings.no_device_gids else injection, looked, assumed)
+    return Found(injection.replace(gids=()) if settings.no_device_gids else injection, looked, assumed, lacking)
+
+
+def _lacking(files: DriverFiles, capabilities: tuple[str, ...]) -> tuple[str, ...]:
+    """What was asked for by name and isn't installed on the host: distributions pack some parts of a driver apart."""
+    have = {"compat32" if file.kind == "library32" else file.capability for file in files.files}
+    have |= {"display"} if "graphics" in have else set()
+    return tuple(name for name in capabilities if name not in have)
 
 
 def _check_requirements(request: Request, settings: Settings, facts: NodeFacts | None) -> tuple[str, ...]:
