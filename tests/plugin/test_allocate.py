@@ -3,10 +3,15 @@ GPUs; a row of it differs on purpose where said."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from gpulet.errors import ConfigError
 from gpulet.plugin.allocate import AllocationRefused, Answer, Surroundings, allocate
 from gpulet.plugin.config import Config
+from gpulet.plugin.generation import imex_channels
 from gpulet.plugin.resources import CONTROL_NODES, inventory
 from gpulet.plugin.sharing import Shared, Sharing
 from support.hand_made import facts, gpu_uuid, mig_gpu
@@ -186,3 +191,24 @@ def test_an_id_that_is_no_cdi_name():
     with pytest.raises(AllocationRefused, match="is no CDI device name; use --device-id-strategy=index"):
         answer([old], node, mig_strategy="mixed", **strategy("cdi-annotations"))
     assert answer([old], node, mig_strategy="mixed", **strategy("cdi-annotations", **INDEX)).annotations
+
+
+@pytest.mark.parametrize(("name", "where"), [
+    ("envvar", "NVIDIA_IMEX_CHANNELS=0"),
+    ("volume-mounts", "/var/run/nvidia-container-devices/imex/0"),
+    ("cdi-annotations", "k8s.device-plugin.nvidia.com/imex-channel=0"),
+    ("cdi-cri", "k8s.device-plugin.nvidia.com/imex-channel=0"),
+])  # fmt: skip
+def test_c49_configured_channels_reach_every_strategy(name: str, where: str):
+    got = answer([A], surroundings=Surroundings(imex=(0,)), **strategy(name))
+    told = [f"{key}={value}" for key, value in got.envs.items()] + [mount[0] for mount in got.mounts] + list(got.cdi)
+    told += [one for value in got.annotations.values() for one in value.split(",")]
+    assert where in told
+
+
+def test_c49_a_channel_without_its_node(tmp_path: Path):
+    (tmp_path / "dev").mkdir()
+    wanted = Config(imex_channel_ids=(0,), dev_root=str(tmp_path), driver_root=str(tmp_path))
+    assert imex_channels(wanted) == ()
+    with pytest.raises(ConfigError, match="channel0"):
+        imex_channels(replace(wanted, imex_required=True))
