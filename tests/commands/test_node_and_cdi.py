@@ -136,8 +136,13 @@ def test_strict_fails_where_uvm_is_missing(capsys: Out, h100: node.SimNode, tmp_
     [(("--mode", "x"), 2), (("--format", "toml"), 2), (("--vendor", "1a"), 1), (("--device-name-strategy", "x"), 1),
      (("--device-id", "9"), 1), (("--target", "lxc=1"), 2), (("--mode", "gds"), 1)],
 )  # fmt: skip
-def test_what_is_refused(capsys: Out, h100: node.SimNode, words: tuple[str, ...], code: int) -> None:
-    run(capsys, "cdi", "generate", "--driver-root", str(h100.root), *words, code=code)
+def test_what_is_refused(capsys: Out, h100: node.SimNode, tmp_path: Path, words: tuple[str, ...], code: int) -> None:
+    """One line that names what is wrong, and no file written."""
+    target = tmp_path / "spec.yaml"
+    assert main(["cdi", "generate", "--driver-root", str(h100.root), "--output", str(target), *words]) == code
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert len(errors) == 1 and (words[0] in errors[0] or words[1] in errors[0])
+    assert not target.exists()
 
 
 def test_other_kinds_of_nodes(capsys: Out, tmp_path: Path) -> None:

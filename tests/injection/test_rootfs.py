@@ -287,6 +287,7 @@ class TestHostile:
     def test_a_configuration_that_includes_itself_ends(self, root: Path, host: Path) -> None:
         (root / "etc/ld.so.conf").write_text("include /etc/ld.so.conf\ninclude /etc/*\n")
         prepare(root, host, LIB)
+        assert b"libcuda.so.1" in (root / "etc/ld.so.cache").read_bytes()
 
     def test_a_configuration_without_end_is_not_read_whole(self, root: Path, host: Path) -> None:
         folder = root / "etc/ld.so.conf.d"
