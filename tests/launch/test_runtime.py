@@ -226,6 +226,7 @@ def test_the_kubelets_ledger_decides(machine: Machine) -> None:
         ("1", (), ["CUDA_VISIBLE_DEVICES=0"]),
         (uuid(1), (), [f"CUDA_VISIBLE_DEVICES={uuid(1)}"]),
         ("all", (), []),
+        ("ALL", (), []),
         ("none", (), ["CUDA_VISIBLE_DEVICES="]),
         ("/var/run/nvidia-container-devices", (uuid(0),), [f"CUDA_VISIBLE_DEVICES={uuid(0)}"]),
     ],

@@ -240,6 +240,12 @@ def test_mig_management_needs_privilege() -> None:
         (("nvidia.com/gpu=1",), "0"),
         (("nvidia.com/gpu=all",), None),
         (("MIG-x", "0"), "0,1"),
+        (("ALL",), None),
+        (("0", "All"), None),
+        (("nvidia.com/gpu=ALL",), None),
+        (("NONE",), ""),
+        (("Void", "3"), "0"),
+        (("gpu-x",), "0"),
     ],
 )
 def test_what_cuda_reads_inside(devices: tuple[str, ...], value: str | None) -> None:

@@ -17,11 +17,14 @@ def cuda_value(request: Request) -> str | None:
     """What CUDA_VISIBLE_DEVICES is to be inside the container; None: not to be set at all.
 
     The CUDA library reads it too, where an index counts the visible GPUs only: UUIDs stay, anything else becomes
-    0..n-1, `all` goes away, none is an empty value.
+    0..n-1, `all` goes away, none is an empty value. The words are read as `select` reads them: in capitals too, and
+    `all` among others is all.
     """
     names = [device.partition("=")[2] if is_qualified(device) else device for device in request.devices]
-    if names == ["all"]:
+    words = [name.lower() for name in names]
+    if "all" in words:
         return None
+    names = [name for name, word in zip(names, words, strict=True) if word not in ("none", "void")]
     if all(name.startswith(("GPU-", "MIG-")) for name in names):
         return ",".join(names)
     return ",".join(map(str, range(len(names))))
