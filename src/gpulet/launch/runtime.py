@@ -12,7 +12,8 @@ import sys
 from time import perf_counter
 
 from gpulet import settings as settings_file
-from gpulet.errors import ConfigError, GpuletError
+from gpulet.errors import ConfigError, GpuletError, RequestError
+from gpulet.injection import tally
 from gpulet.launch import call as calls
 from gpulet.settings import Settings
 from gpulet.version import __version__
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     call = calls.Call()
     settings = Settings()
+    began = perf_counter()
     try:
         call = calls.read(arguments)
         settings = _settings(call)
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             create(call, settings)
     except GpuletError as error:
         _log(call, settings).error(str(error))
+        _count_failure(call, settings, "refused" if isinstance(error, RequestError) else "error", began)
         return error.exit_code
     except Exception as error:  # a bug of ours: the engine must show it, not lose it
         import traceback
@@ -50,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log = _log(call, settings)
         log.write("debug", traceback.format_exc())
         log.error(f"internal error: {type(error).__name__}: {error}; please report it")
+        _count_failure(call, settings, "error", began)
         return 1
     try:
         programs.become(low_level, arguments)
@@ -76,10 +80,26 @@ def create(call: calls.Call, settings: Settings) -> None:
     if plan.config != bundle.config:
         write_config(bundle.path, plan.config)
     times.append(perf_counter())
+    result = _result(bundle)
+    if result:
+        tally.add(settings.state_dir, bundle.decision.mode, result, times[-1] - times[0])
     if settings.debug in ("", "/dev/null"):
         return
     spent = zip(("decide", "plan", "prepare", "write"), times, times[1:], strict=False)
     _tell(_own_log(call, settings), bundle, plan, " ".join(f"{phase}={(b - a) * 1e3:.1f}" for phase, a, b in spent))
+
+
+def _result(bundle: Bundle) -> str:
+    """What became of the container's wish for GPUs, as tally.py names it; "" where it had none."""
+    if bundle.decision.request:
+        return "ok"
+    denied = any(rule.name == "policy" and rule.level == "warning" for rule in bundle.decision.trace)
+    return "denied" if denied else ""
+
+
+def _count_failure(call: calls.Call, settings: Settings, result: str, began: float) -> None:
+    if call.command == "create":
+        tally.add(settings.state_dir, settings.mode, result, perf_counter() - began)
 
 
 def _settings(call: calls.Call) -> Settings:
