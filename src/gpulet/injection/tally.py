@@ -23,6 +23,7 @@ MODES = ("auto", "jit-cdi", "cdi", "csv", "legacy")  # "auto": it failed before 
 RESULTS = ("ok", "denied", "refused", "error")  # denied: starts without the GPUs that it asked for
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)  # seconds, upper ends; what took longer has its own
 MOST = 65536  # bytes: some 3,000 injections; as many lines take a millisecond or two to add up
+PART, LONGEST = 65536, 64  # bytes read at once, and how often
 
 Sums = list[int]  # microseconds, count, then one count for each of BUCKETS and one for what took longer
 Tally = dict[tuple[str, str], Sums]  # mode, result
@@ -118,8 +119,8 @@ def _open(path: str, flags: int) -> int:
 
 
 def _rest(file: int) -> bytes:
-    """What has not been read yet. At most some times MOST: who puts an endless file here learns nothing."""
+    """What has not been read yet; not all of an endless file that somebody put here."""
     parts: list[bytes] = []
-    while sum(map(len, parts)) < 16 * MOST and (part := os.read(file, MOST)):
+    while len(parts) < LONGEST and (part := os.read(file, PART)):
         parts.append(part)
     return b"".join(parts)

@@ -56,6 +56,7 @@ class Config:
     enable_healthchecks: str = ""
     health_profile: str = "default"
     state_dir: str = ""
+    runtime_state_dir: str = "/run/gpulet"
     node_name: str = ""
     pod_resources_socket: str = ""
     metrics_address: str = ""

@@ -25,6 +25,8 @@ from gpulet.plugin.xid import CATALOGUE
 with without_tls():
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+    from gpulet.plugin.injections import Injections
+
 if TYPE_CHECKING:
     from gpulet.plugin.daemon import Daemon
     from gpulet.plugin.generation import Generation
@@ -69,6 +71,8 @@ class Metrics:
         self.stale = Gauge("cdi_spec_stale", "1 where the node has changed since it was written", ["file"],
                            registry=registry)  # fmt: skip
         self.broken = Gauge("cdi_spec_errors", "Unusable files in the CDI folder", registry=registry)
+        self.injections = Injections()
+        registry.register(self.injections)
         self._kubelet: Identity | None = None
 
     def observe(self, rpc: str, code: str, seconds: float) -> None:
@@ -120,6 +124,7 @@ class Metrics:
             self.streams.labels(name).set(agent.streams)
         current = daemon.generation
         if current:
+            self.injections.folder = current.config.runtime_state_dir
             self._gpus(daemon, current)
             self._offers(current, held)
             self._specs(current.config, current.facts, daemon.looked)

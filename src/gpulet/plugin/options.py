@@ -95,6 +95,8 @@ OPTIONS: tuple[Option, ...] = (
     row("state_dir", "text", "state-dir", "STATE_DIR", "flags.plugin.stateDir",
         "(ours) where faults are kept across restarts: gpulet beside the sockets by default; --state-dir= for "
         "nowhere; a file well/UUID in it clears a GPU's"),
+    row("runtime_state_dir", "text", "runtime-state-dir", "RUNTIME_STATE_DIR", "",
+        "(ours) gpulet-runtime's state-dir, where it counts its injections for our metrics"),
     row("node_name", "text", "node-name", "NODE_NAME", "",
         "(ours) this node's name in the cluster: where it and an API server are known, health changes become Events"),
     row("pod_resources_socket", "text", "pod-resources-socket", "POD_RESOURCES_SOCKET", "",
