@@ -50,6 +50,21 @@ def test_what_is_not_json_is_a_value_error(text: str) -> None:
         codec.loads(text)
 
 
+@pytest.mark.parametrize(("text", "sound"), [("", True), ("é😀", True), ("a\0", False), ("\ud800", False)])
+def test_what_a_path_or_an_argument_can_be(text: str, sound: bool) -> None:
+    assert codec.is_sound(text) is sound
+
+
+def test_what_is_nested_too_deeply_is_a_value_error() -> None:
+    deep: list[object] = []
+    for _ in range(200_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested"):
+        codec.dumps(deep)
+    while deep:  # or freeing it would go as deep
+        deep = deep.pop()  # type: ignore[assignment]
+
+
 def test_bytes_with_a_mark_and_space_around() -> None:
     assert codec.loads(b'\xef\xbb\xbf \n{"a": [1, 2.5, null, "\xc3\xa9"]} \n') == {"a": [1, 2.5, None, "é"]}
 

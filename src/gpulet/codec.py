@@ -73,7 +73,20 @@ def dumps(value: Any) -> bytes:
             pass
     import json
 
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+    except RecursionError:
+        raise ValueError("nested too deeply for JSON") from None
+
+
+def is_sound(text: str) -> bool:
+    """Whether system calls take a text: JSON can hold NUL and halves of surrogate pairs, a path or argument can't."""
+    if "\0" in text:
+        return False
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _refuse(value: object) -> object:

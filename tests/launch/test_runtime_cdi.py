@@ -171,12 +171,17 @@ def test_capabilities_narrow_what_a_specification_brings(machine: Machine) -> No
     assert libraries("NVIDIA_DRIVER_CAPABILITIES=utility") == []
 
 
+def test_names_come_from_specifications_where_plain_ids_come_from_the_node(machine: Machine) -> None:
+    mode(machine, "jit-cdi")
+    assert "libcuda" in json.dumps(machine.create(config(f"{V}=nvidia.com/gpu={UUIDS[1]}"))["mounts"])
+
+
 def test_yaml_is_parsed_once(machine: Machine) -> None:
     path = machine.folder / "cdi" / "net.yaml"
     then = path.stat().st_mtime - 60
     os.utime(path, (then, then))
     once = machine.create(config(f"{V}=example.com/net=eth"))
-    (kept,) = (machine.folder / "state").iterdir()
+    (kept,) = (machine.folder / "state").glob("cdi-*.json")
     assert machine.create(config(f"{V}=example.com/net=eth")) == once
     kept.write_text(kept.read_text().replace("NET=1", "NET=2"))  # it is this file that counts the next time
     assert "NET=2" in machine.create(config(f"{V}=example.com/net=eth"))["process"]["env"]

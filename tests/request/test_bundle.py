@@ -101,7 +101,7 @@ def test_null_means_absent() -> None:
 def test_state_of_old_and_new_engines() -> None:
     assert State.parse(b'{"pid": 7, "bundle": "/b", "id": "x", "extra": 1}') == State(7, "/b", "x")
     assert State.parse(b'{"pid": 7, "bundlePath": "/b"} trailing') == State(7, "/b")
-    for bad in (b"", b"[]", b'{"pid": "7"}'):
+    for bad in (b"", b"[]", b'{"pid": "7"}', b'{"pid": 7, "bundle": "/b\\u0000"}', b'{"pid": 7, "root": "\\ud800"}'):
         with pytest.raises(BundleError):
             State.parse(bad)
 

@@ -169,7 +169,7 @@ def imex(facts: NodeFacts, channels: Iterable[str], *, dev_root: str = "") -> In
     root = dev_root or facts.dev_root
     found = []
     for name in wanted:
-        if not (name.isascii() and name.isdigit()) or int(name) not in facts.imex:
+        if not (name.isascii() and name.isdigit() and len(name) < 10) or int(name) not in facts.imex:
             raise UnknownDevice(
                 "unknown IMEX channel",
                 seen=name,

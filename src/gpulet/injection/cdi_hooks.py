@@ -172,7 +172,7 @@ def take_over(
     for stage, items in hooks.items():
         for hook in items or ():
             work = (
-                understand(hook.get("path", ""), hook.get("args") or (), minors, nodes)
+                understand(hook.get("path") or "", hook.get("args") or (), minors, nodes)
                 if stage == "createContainer"
                 else None
             )
@@ -185,7 +185,7 @@ def take_over(
 
 def absorb(injection: Injection) -> Injection:
     """The injection with its preparing hooks turned into work on the root file system."""
-    minors = [node.minor for node in injection.devices if _is_gpu(node.path)]
+    minors = [node.minor for node in injection.devices if gpu_number(node.path) >= 0]
     nodes = [node.path for node in injection.devices]
     works, others = [injection.rootfs], []
     for hook in injection.hooks:
@@ -197,8 +197,10 @@ def absorb(injection: Injection) -> Injection:
     return injection.replace(hooks=tuple(others), rootfs=join(works))
 
 
-def _is_gpu(path: str) -> bool:
-    return path.startswith("/dev/nvidia") and path[len("/dev/nvidia") :].isdigit()
+def gpu_number(path: str) -> int:
+    """N of /dev/nvidiaN, which is the GPU's minor; -1 for any other path. The kernel's minors have 20 bits."""
+    number = path.removeprefix("/dev/nvidia")
+    return int(number) if number != path and number.isascii() and number.isdigit() and len(number) < 8 else -1
 
 
 def hook_of(item: Mapping[str, Any]) -> Hook:

@@ -55,13 +55,15 @@ def parse(data: bytes) -> Any:
                 raise CdiError("a key occurs twice", seen=f"line {node.start_mark.line + 1}")
             return super().construct_mapping(node, deep)
 
-    loader = Loader(data)
     try:
-        return loader.get_data()
-    except yaml.YAMLError as error:
-        raise CdiError("not YAML", seen=str(error)) from error
-    finally:
-        loader.dispose()
+        loader = Loader(data)
+        try:
+            return loader.get_data()
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        # the library's own, and what it stumbles over in odd values: the 99th of a month, a number without digits
+        raise CdiError("not YAML", seen=str(error) or type(error).__name__) from error
 
 
 def read_spec(path: str) -> dict[str, Any]:

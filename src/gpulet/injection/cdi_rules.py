@@ -5,6 +5,7 @@ Pure. Loaded by the programs in launch/.
 
 from __future__ import annotations
 
+from gpulet.codec import is_sound
 from gpulet.errors import CdiError
 
 TYPE_CHECKING = False
@@ -54,6 +55,11 @@ _FIELDS: dict[str, dict[str, type]] = {
         "enableMBM": bool,
     },
 }
+# What the lists of texts and numbers hold.
+_ITEMS: dict[str, type] = {
+    "env": str, "args": str, "options": str, "schemata": str, "additionalGids": int,
+}  # fmt: skip
+_UNSIGNED = frozenset({"uid", "gid", "fileMode", "additionalGids"})  # of 32 bits
 
 
 def _bad(what: str, seen: object, wanted: str = "") -> CdiError:
@@ -153,9 +159,20 @@ def _check_fields(value: Any, kind: str, where: str) -> None:
     for name, item in value.items():
         if name not in _FIELDS[kind]:
             raise _bad(f"unknown field in {where}", repr(name), "one of " + " ".join(_FIELDS[kind]))
-        wanted = _FIELDS[kind][name]
-        if item is not None and (not isinstance(item, wanted) or (wanted is int and isinstance(item, bool))):
-            raise _bad(f"wrong type of {where}.{name}", type(item).__name__, wanted.__name__)
+        if item is None:
+            continue
+        _check_one(item, _FIELDS[kind][name], f"{where}.{name}", name in _UNSIGNED)
+        for one in item if name in _ITEMS else ():
+            _check_one(one, _ITEMS[name], f"{where}.{name}", name in _UNSIGNED)
+
+
+def _check_one(item: Any, wanted: type, where: str, unsigned: bool) -> None:
+    if not isinstance(item, wanted) or (wanted is int and isinstance(item, bool)):
+        raise _bad(f"wrong type of {where}", type(item).__name__, wanted.__name__)
+    if isinstance(item, str) and not is_sound(item):
+        raise _bad(f"{where} can't be handed to the system", repr(item[:80]), "text without NUL, in whole characters")
+    if unsigned and isinstance(item, int) and not 0 <= item < 1 << 32:
+        raise _bad(f"{where} is out of range", item, "a number from 0 to 2^32 - 1")
 
 
 def _check_env(values: Any, where: str) -> None:

@@ -65,7 +65,7 @@ def _name(engine: str) -> str:
 def _numbers(version: str) -> tuple[int, int] | None:
     """The first two numbers of a version, None where it has no number first."""
     parts = version.split(".")
-    if not all(part.isascii() and part.isdigit() for part in parts[:2]):
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts[:2]):
         return None
     return int(parts[0]), int(parts[1]) if len(parts) > 1 else 0
 

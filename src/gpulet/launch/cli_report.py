@@ -110,7 +110,7 @@ def channels(call: Call) -> list[str]:
     """The IMEX channels asked for, as numbers in text."""
     found = call.joined("imex-channel")
     for channel in found:
-        if not (channel.isascii() and channel.isdigit() and int(channel) <= LARGEST_CHANNEL):
+        if not (channel.isascii() and channel.isdigit() and len(channel) < 10 and int(channel) <= LARGEST_CHANNEL):
             raise Failure("error parsing IMEX info", f"unsupported IMEX channel value: {channel}")
     return [str(int(channel)) for channel in found]
 

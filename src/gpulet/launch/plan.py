@@ -194,7 +194,7 @@ def _take_over(config: dict[str, Any], work: RootfsWork) -> tuple[dict[str, Any]
 
         hooks = {**hooks, "prestart": [hook for hook in _prestart(config) if not legacy.is_ours(hook)]}
     names = [str(node.get("path")) for node in (config.get("linux") or {}).get("devices") or ()]
-    minors = [int(name[11:]) for name in names if name.startswith("/dev/nvidia") and name[11:].isdigit()]
+    minors = [number for number in map(cdi_hooks.gpu_number, names) if number >= 0]
     taken, remaining = cdi_hooks.take_over(hooks, minors=minors, nodes=names)
     return oci.with_hooks(config, remaining), cdi_hooks.join([work, taken])
 

@@ -106,9 +106,9 @@ def cdi_names(request: Request, mode: str, settings: Settings) -> tuple[str, ...
     if mode == "cdi":
         devices = request.devices or ("none",)
         return tuple(d if is_qualified(d) else f"{settings.cdi_default_kind}={d}" for d in devices)
-    if qualified:
+    if qualified and len(qualified) < len(request.devices):
         _mixed(next(device for device in request.devices if not is_qualified(device)), request)
-    return ()
+    return tuple(qualified)  # CDI names come from specifications in mode jit-cdi too
 
 
 def _mixed(device: str, request: Request) -> None:

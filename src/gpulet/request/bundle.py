@@ -25,6 +25,7 @@ _IDENTITY = {
     "pod_name": ("io.kubernetes.cri.sandbox-name", "io.kubernetes.pod.name"),
     "pod_namespace": ("io.kubernetes.cri.sandbox-namespace", "io.kubernetes.pod.namespace"),
 }
+_SOUND = "text without NUL, in whole characters"
 
 
 class Container(Value):
@@ -106,7 +107,11 @@ class State(Value):
         if not isinstance(data, dict) or not isinstance(data.get("pid", 0), int):
             raise BundleError("container state on standard input", seen=str(data)[:80], wanted="an object with a pid")
         bundle = data.get("bundle") or data.get("bundlePath") or ""
-        return cls(data.get("pid", 0), str(bundle), str(data.get("id") or ""), str(data.get("root") or ""))
+        texts = str(bundle), str(data.get("id") or ""), str(data.get("root") or "")
+        odd = next((value for value in texts if not codec.is_sound(value)), None)
+        if odd is not None:
+            raise BundleError("container state on standard input", seen=repr(odd)[:80], wanted=_SOUND)
+        return cls(data.get("pid", 0), *texts)
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -144,6 +149,8 @@ def write_config(path: str, config: dict[str, Any]) -> None:
         raise BundleError(
             f"config.json of the bundle {path}", seen=error.strerror, wanted="a file to replace"
         ) from None
+    except ValueError as error:  # NaN, a number too large, lists within lists without end: Python reads them
+        raise BundleError(f"config.json of the bundle {path}", seen=error, wanted="what JSON can hold") from None
 
 
 def _part(table: dict[str, Any], name: str, default: Any) -> Any:
@@ -151,43 +158,57 @@ def _part(table: dict[str, Any], name: str, default: Any) -> Any:
     value = table.get(name)
     if value is None:
         return default
-    if not isinstance(value, type(default)):
+    if not isinstance(value, type(default)) or isinstance(value, bool):
         raise BundleError(f"config.json: {name}", seen=repr(value)[:80], wanted=f"a JSON {_json_name(default)}")
     return value
 
 
 def _check_shapes(config: dict[str, Any]) -> None:
     """Holds every part that is read or changed later against its kind, so that whoever made it is told which."""
-    linux, hooks = _part(config, "linux", {}), _part(config, "hooks", {})
-    _part(_part(config, "process", {}), "user", {})
+    linux, hooks, process = _part(config, "linux", {}), _part(config, "hooks", {}), _part(config, "process", {})
+    user = _part(process, "user", {})
+    for name in ("uid", "gid"):
+        _part(user, name, 0)
+    _part(user, "additionalGids", [])
+    _part(linux, "netDevices", {})
+    _check_text("root.path", [_part(config, "root", {}).get("path")])
+    _check_text("process.env", _part(process, "env", []))
     _check_text("annotations", _part(config, "annotations", {}).values())
-    for table, name, texts in (
-        (config, "mounts", ("source", "destination")),
-        (linux, "devices", ("path",)),
-        (_part(linux, "resources", {}), "devices", ()),
-        *((hooks, stage, ("path",)) for stage in hooks),
+    for table, name, texts, lists in (
+        (config, "mounts", ("source", "destination"), ()),
+        (linux, "devices", ("path",), ()),
+        (_part(linux, "resources", {}), "devices", (), ()),
+        *((hooks, stage, ("path",), ("args", "env")) for stage in hooks),
     ):
         items = _part(table, name, [])
         if not all(isinstance(item, dict) for item in items):
             raise BundleError(f"config.json: {name}", seen=repr(items)[:80], wanted="a list of objects")
         for text in texts:
             _check_text(f"{name}: {text}", [item.get(text) for item in items])
+        for several in lists:
+            for item in items:
+                _check_text(f"{name}: {several}", _part(item, several, []), null=False)
 
 
-def _check_text(what: str, values: Iterable[Any]) -> None:
+def _check_text(what: str, values: Iterable[Any], *, null: bool = True) -> None:
+    """null: whether null may stand for none."""
     for value in values:
-        if value is not None and not isinstance(value, str):
+        if value is None and null:
+            continue
+        if not isinstance(value, str):
             raise BundleError(f"config.json: {what}", seen=repr(value)[:80], wanted="text")
+        if not codec.is_sound(value):
+            raise BundleError(f"config.json: {what}", seen=repr(value)[:80], wanted=_SOUND)
 
 
 def _json_name(value: object) -> str:
-    return "array" if isinstance(value, list) else "object"
+    return "array" if isinstance(value, list) else "object" if isinstance(value, dict) else "number"
 
 
 def _pairs(env: list[Any]) -> tuple[tuple[str, str], ...]:
     pairs = []
     for entry in env:
-        name, equals, value = str(entry).partition("=")
+        name, equals, value = (entry or "").partition("=")
         if not equals:
             raise BundleError("config.json: invalid environment variable", seen=entry, wanted="NAME=value")
         pairs.append((name, value))

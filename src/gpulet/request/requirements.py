@@ -96,7 +96,7 @@ def _major_minor(version: str) -> str:
     """MAJOR.MINOR of a legacy image's CUDA_VERSION: one to three numbers, perhaps with "v" before and "-..." behind."""
     core = version.removeprefix("v").partition("-")[0].partition("+")[0]
     parts = core.split(".")
-    if not 1 <= len(parts) <= 3 or not all(part.isascii() and part.isdigit() for part in parts):
+    if not 1 <= len(parts) <= 3 or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise RequestError(
             "CUDA_VERSION of the image",
             seen=repr(version),
@@ -196,7 +196,10 @@ def _version(text: str) -> list[int] | None:
     """The numbers of a version without its trailing zeros, so that 12.4.0 equals 12.4; None where it isn't one."""
     if not all(letter in "0123456789." for letter in text) or not text.strip("."):
         return None
-    numbers = [int(part or 0) for part in text.split(".")]
+    parts = text.split(".")
+    if any(len(part) > 18 for part in parts):  # Python refuses to read numbers without end
+        return None
+    numbers = [int(part or 0) for part in parts]
     while numbers and not numbers[-1]:
         numbers.pop()
     return numbers
