@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 import struct
 from collections.abc import Iterator
@@ -17,25 +16,10 @@ from gpulet import linux
 from gpulet.errors import InjectionError, StepFailed
 from gpulet.injection import cgroup, cgroup_bpf
 from gpulet.injection.cgroup import Cgroup
+from support.cgroup_folders import attach, hierarchy, made, opened
 
 MINORS = (0, 1, 2)
 DENY = cgroup_bpf.instruction(cgroup_bpf.MOV_K, 0, value=0) + cgroup_bpf.instruction(cgroup_bpf.EXIT)
-
-
-def hierarchy(kind: str, controller: str = "") -> Path:
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields = line.split(" ")
-        dash = fields.index("-")
-        if fields[dash + 1] == kind and (not controller or controller in fields[dash + 3].split(",")):
-            return Path(fields[4])
-    pytest.skip(f"no {kind} {controller} is mounted here")
-
-
-def made(parent: Path) -> Iterator[Path]:
-    folder = parent / f"gpulet-test-{secrets.token_hex(4)}"
-    folder.mkdir()
-    yield folder
-    folder.rmdir()
 
 
 @pytest.fixture
@@ -55,35 +39,6 @@ def nodes(tmp_path: Path) -> list[Path]:
         found.append(tmp_path / f"nvidia{minor}")
         os.mknod(found[-1], stat.S_IFCHR | 0o666, os.makedev(195, minor))
     return found
-
-
-def opened(folder: Path, nodes: list[Path], flags: int = os.O_RDWR) -> list[str]:
-    """What opening each node answers to a process of the cgroup."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        answers = []
-        (folder / "cgroup.procs").write_text("0")
-        for node in nodes:
-            try:
-                os.close(os.open(node, flags))
-                answers.append("open")
-            except OSError as error:
-                answers.append(errno.errorcode[error.errno or 0])
-        os.write(writing, " ".join(answers).encode())
-        os._exit(0)
-    os.close(writing)
-    os.waitpid(pid, 0)
-    with open(reading) as pipe:
-        return pipe.read().split()
-
-
-def attach(folder: Path, code: bytes, flags: int) -> int:
-    program = cgroup_bpf.load(code)
-    fd = os.open(folder, os.O_RDONLY)
-    linux.bpf(cgroup_bpf.BPF_PROG_ATTACH, struct.pack("=IIII", fd, program, cgroup_bpf.BPF_CGROUP_DEVICE, flags))
-    os.close(fd)
-    return program
 
 
 def programs(folder: Path) -> tuple[int, tuple[int, ...]]:

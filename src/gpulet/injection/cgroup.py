@@ -61,13 +61,14 @@ def _folder(mounts: list[list[str]], kind: str, path: str, controller: str) -> s
         if fields[dash + 1] != kind or (controller and controller not in fields[dash + 3].strip().split(",")):
             continue
         if root == "/":
-            return _plain(point) + path.rstrip("/")
+            return plain(point) + path.rstrip("/")
         if path == root or path.startswith(f"{root}/"):
-            return _plain(point) + path[len(root) :]
+            return plain(point) + path[len(root) :]
     return ""
 
 
-def _plain(path: str) -> str:
+def plain(path: str) -> str:
+    """A path of mountinfo without its escapes."""
     for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         path = path.replace(code, character)
     return path

@@ -24,6 +24,7 @@ BPF_LINK_UPDATE, BPF_LINK_GET_FD_BY_ID, BPF_LINK_GET_NEXT_ID = 29, 30, 31
 BPF_PROG_TYPE_CGROUP_DEVICE = 15
 BPF_CGROUP_DEVICE = 6
 BPF_F_ALLOW_MULTI, BPF_F_REPLACE = 2, 4
+BPF_F_QUERY_EFFECTIVE = 1
 BPF_LINK_TYPE_CGROUP = 3
 MOST_PROGRAMS = 64  # BPF_CGROUP_MAX_PROGS
 ENOENT = 2
@@ -168,10 +169,24 @@ def allow(folder: str, rules: Sequence[tuple[int, int]]) -> tuple[Callable[[], N
     return undo, held
 
 
-def attached(cgroup: int) -> tuple[int, tuple[int, ...]]:
-    """How programs are attached to a cgroup (BPF_F_ALLOW_*) and the attached ones' numbers."""
+def effective(cgroup: int) -> tuple[int, ...]:
+    """The numbers of all programs that are asked about the cgroup's processes: its own, and of the cgroups above it."""
+    return attached(cgroup, BPF_F_QUERY_EFFECTIVE)[1]
+
+
+def program(number: int) -> bytes:
+    """The instructions of the loaded program with this number. Raises OSError."""
+    held = _bpf(BPF_PROG_GET_FD_BY_ID, "=III", number, 0, 0)
+    try:
+        return instructions(held)
+    finally:
+        os.close(held)
+
+
+def attached(cgroup: int, how: int = 0) -> tuple[int, tuple[int, ...]]:
+    """How programs are attached to a cgroup (BPF_F_ALLOW_*) and the attached ones' numbers. how: BPF_F_QUERY_*."""
     numbers = linux.Space(MOST_PROGRAMS * 4)
-    query = struct.pack("=IIIIQII", cgroup, BPF_CGROUP_DEVICE, 0, 0, numbers.address, MOST_PROGRAMS, 0)
+    query = struct.pack("=IIIIQII", cgroup, BPF_CGROUP_DEVICE, how, 0, numbers.address, MOST_PROGRAMS, 0)
     _, query = linux.bpf(BPF_PROG_QUERY, query, "programs of the cgroup")
     _, _, _, flags, _, count, _ = struct.unpack("=IIIIQII", query)
     return flags, struct.unpack(f"={count}I", numbers.bytes()[: count * 4])
