@@ -1,9 +1,10 @@
 """The launchers: small executables that start the programs in `launch/` in milliseconds.
 
 A console script loads `site` and, through it, whatever the environment's .pth files name. A launcher starts the
-interpreter isolated (`-I`: no PYTHON* variables, no folder of the caller's on the path) and without `site` (`-S`), so
-a container's environment can't change what runs, and start-up costs what the program itself imports. A program that
-lives for milliseconds gains 3 of them by neither collecting garbage nor taking itself apart at the end.
+interpreter isolated (`-I`: no PYTHON* variables, no folder of the caller's on the path), without `site` (`-S`) and
+without asking the C library about the caller's language (`-X utf8`), so a container's environment can't change what
+runs, and start-up costs what the program itself imports. A program that lives for milliseconds gains 3 of them by
+neither collecting garbage nor taking itself apart at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sysconfig
 from pathlib import Path
 
 import gpulet
-from gpulet.engines import pack
+from gpulet.engines import interpreters, pack
 
 # program -> (module, the peer's program that it stands in for)
 PROGRAMS = {
@@ -45,36 +46,31 @@ def first_lines(interpreter: str, flags: str) -> str:
 
 def launcher_text(module: str, interpreter: str = sys.executable, modules: tuple[Path, int] | None = None) -> str:
     """The text of one launcher: isolated interpreter, gpulet's folder first, its libraries' folder last. modules: the
-    pack that the modules come out of (its path and its head's length), where that is this interpreter's."""
+    pack that the modules come out of (its path and its head's length)."""
     source = str(Path(gpulet.__file__).resolve().parent.parent)
     libraries = sysconfig.get_paths()["purelib"]
     return (
-        f"{first_lines(interpreter, '-IS')}"
-        "import gc, marshal, os, sys\n"
-        "gc.disable()\n"
-        f"sys.path.insert(0, {source!r})\n"
-        f"sys.path.append({libraries!r})\n"
+        f"{first_lines(interpreter, '-ISXutf8')}"
+        "import marshal, posix, sys\n"  # all of them are built in; this text is compiled in every start, so it is short
+        f"sys.path[:0] = [{source!r}]\n"
+        f"sys.path += [{libraries!r}]\n"
         f"{_from_pack(*modules) if modules else ''}"
-        f"from {module} import main\n"
-        "code = main()\n"
-        "sys.stdout.flush()\n"
-        "sys.stderr.flush()\n"
-        "os._exit(code)\n"
+        "from gpulet.launch.start import run\n"
+        f"run({module!r})\n"
     )
 
 
 def _from_pack(path: Path, length: int) -> str:
     return (
         "try:\n"
-        f"    file = os.open({str(path)!r}, os.O_RDONLY | os.O_CLOEXEC)\n"
-        f"    head = os.pread(file, {length}, 0)\n"
+        f"    file = posix.open({str(path)!r}, posix.O_CLOEXEC)\n"
+        f"    head = posix.pread(file, {length}, 0)\n"
         "    if head[:4] == sys.modules['_frozen_importlib_external'].MAGIC_NUMBER:\n"
         "        code, index = marshal.loads(head[4:])\n"
         "        space = {'__name__': 'gpulet.engines.packed'}\n"
         "        exec(code, space)\n"
         f"        space['install'](file, {length}, index)\n"
-        "except (OSError, ValueError, EOFError, TypeError):\n"
-        "    pass\n"
+        "except (OSError, ValueError, EOFError, TypeError): pass\n"
     )
 
 
@@ -90,8 +86,9 @@ def write_launchers(folder: Path) -> dict[str, Path]:
         folder.chmod(0o755)  # whatever the umask: engines may run as other users
     # a launcher runs once per container: compiled modules must be there before the first one
     compileall.compile_dir(str(Path(gpulet.__file__).parent), quiet=2, maxlevels=3)
-    modules = pack.write(folder)
-    texts = {program: launcher_text(module, modules=modules) for program, (module, _peer) in PROGRAMS.items()}
+    interpreter, standard = interpreters.best()
+    modules = pack.write(folder, standard)
+    texts = {program: launcher_text(module, interpreter, modules) for program, (module, _peer) in PROGRAMS.items()}
     texts |= {program: lasting_text(module) for program, (module, _peer) in LASTING.items()}
     written = {}
     for program, text in texts.items():
