@@ -62,6 +62,7 @@ SYS_mount_setattr = 442
 SYS_bpf = {"x86_64": 321, "aarch64": 280, "ppc64le": 361, "riscv64": 280, "s390x": 351}
 
 ELOOP, ENOSYS, EPERM, ENOTDIR, EXDEV, EAGAIN, EINVAL = 40, 38, 1, 20, 18, 11, 22
+LOCK_EX, LOCK_NB = 2, 4
 MAX_LINKS = 40  # as many as the kernel follows in one look-up
 
 
@@ -339,6 +340,16 @@ def pivot_root(new: str, old: str) -> None:
 def prctl(option: int, *values: int, name: str = "") -> int:
     """prctl(2), with the unused values as 0, which some options insist on."""
     return _libc().call("prctl", option, *values, *[0] * (4 - len(values)), name=name or f"prctl {option}")
+
+
+def lock(fd: int) -> bool:
+    """An exclusive flock(2) on an open file or folder, without waiting: False where somebody else holds one. It lasts
+    until the descriptor is closed, at the latest with this process."""
+    try:
+        _libc().call("flock", fd, LOCK_EX | LOCK_NB, name="lock")
+    except BlockingIOError:
+        return False
+    return True
 
 
 def capset(effective: int, permitted: int, inheritable: int) -> None:

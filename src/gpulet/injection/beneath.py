@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
 
+ASIDE = ".gpulet-new"  # what is made before it takes its place, where nobody else is at work beneath the root
+WAITS, WAIT = 400, 0.005  # for whoever is: an image may hold our lock for ever
 LIMIT = 16 << 20  # bytes; nothing that we read whole from an image has a reason to be larger
 ENOENT, EEXIST, ENOTDIR, EISDIR, EINVAL, EROFS, ELOOP = 2, 17, 20, 21, 22, 30, 40
 _REMEDY = {
@@ -36,7 +38,8 @@ class Root:
     """A container's root file system, held by descriptor.
 
     What is made belongs to the root folder's own owner, which is the container's root where user identities are
-    shifted. `done` lists in words what was changed; leaving a `with` block by an error takes all of it back.
+    shifted. `done` lists in words what was changed; leaving a `with` block by an error takes all of it back. Such
+    blocks on one root wait for each other: what one finds there already, no other will take back.
     """
 
     def __init__(self, path: str, fd: int = -1) -> None:
@@ -51,9 +54,26 @@ class Root:
         self._folders: dict[str, int] = {"/": self.fd}
         self._spare: list[int] = []  # no longer looked up, yet needed to undo
         self._inverse: list[Callable[[], None]] = []
+        self._alone = False
 
     def __enter__(self) -> Self:
+        self._alone = self._lock()
         return self
+
+    def _lock(self) -> bool:
+        """Whether no other process of ours is at work beneath this root, for which it waits two seconds at most."""
+        from time import sleep
+
+        try:
+            fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+            self._spare.append(fd)
+            for _ in range(WAITS):
+                if linux.lock(fd):
+                    return True
+                sleep(WAIT)
+        except OSError:  # a folder that isn't ours to list, a file system without locks
+            pass
+        return False
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None:
@@ -272,16 +292,31 @@ class Root:
         return fd
 
     def _swap_in(self, parent: int, name: str, path: str, make: Callable[[str], None]) -> None:
-        aside = f".gpulet-{os.urandom(8).hex()}"
+        aside = self._aside(parent)
         try:
             make(aside)
-            try:
-                os.rename(aside, name, src_dir_fd=parent, dst_dir_fd=parent)
-            except OSError:
-                os.unlink(aside, dir_fd=parent)
-                raise
+            os.rename(aside, name, src_dir_fd=parent, dst_dir_fd=parent)
         except OSError as error:
+            if error.errno != EEXIST:  # then it isn't of our making
+                try:
+                    os.unlink(aside, dir_fd=parent)
+                except OSError:
+                    pass
             raise failed("write", path, error) from error
+
+    def _aside(self, parent: int) -> str:
+        """A name that is free. Alone beneath the root it is always the same, so that the next run, which does the same
+        work, takes away what a killed one left; else it is one that nobody guesses."""
+        if self._alone:
+            try:
+                os.unlink(ASIDE, dir_fd=parent)
+            except FileNotFoundError:
+                return ASIDE
+            except OSError:  # a folder of that name in an image
+                pass
+            else:
+                return ASIDE
+        return f".gpulet-{os.urandom(8).hex()}"
 
     def _make_link(self, parent: int, name: str, target: str) -> None:
         os.symlink(target, name, dir_fd=parent)
