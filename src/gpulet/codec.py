@@ -123,11 +123,28 @@ def kept(source: str, at: str, make: Callable[[], Any], stamp: str = "") -> Any:
 def read_own(path: str) -> Any:
     """The JSON in a file that root or ourselves wrote and nobody else can write. Raises OSError for none such,
     ValueError for no JSON."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a pipe makes nobody wait
-        info = os.fstat(file.fileno())
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe makes nobody wait
+    try:
+        info = os.fstat(descriptor)
         if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
             raise PermissionError(1, "another's file", path)  # EPERM
-        return loads(file.read())
+        return loads(read_all(descriptor, info.st_size))
+    finally:
+        os.close(descriptor)
+
+
+def read_all(descriptor: int, expected: int = 4096, most: int = 1 << 62) -> bytes:
+    """What a descriptor gives until its end, or `most` bytes of it: `open` and its file object make nine system calls
+    of two. expected: bytes, as fstat tells them. Raises OSError."""
+    parts = []
+    left = most
+    while left > 0:
+        part = os.read(descriptor, min(left, max(expected, 4096) + 1))
+        if not part:
+            break
+        parts.append(part)
+        left -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def write_own(at: str, content: dict[str, Any]) -> None:

@@ -130,10 +130,15 @@ def _names(folder: str) -> list[str]:
 
 def _text(path: str) -> str:
     try:
-        with open(path, "rb") as file:
-            return file.read().decode("utf-8", "replace")
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
+    try:
+        return codec.read_all(descriptor).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
 
 
 def _revived(data: dict[str, Any]) -> Injection:

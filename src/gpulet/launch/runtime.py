@@ -13,7 +13,6 @@ from time import perf_counter
 
 from gpulet import settings as settings_file
 from gpulet.errors import ConfigError, GpuletError, RequestError
-from gpulet.injection import tally
 from gpulet.launch import call as calls
 from gpulet.settings import Settings
 from gpulet.version import __version__
@@ -82,6 +81,8 @@ def create(call: calls.Call, settings: Settings) -> None:
     times.append(perf_counter())
     result = _result(bundle)
     if result:
+        from gpulet.injection import tally
+
         tally.add(settings.state_dir, bundle.decision.mode, result, times[-1] - times[0])
     if settings.debug in ("", "/dev/null"):
         return
@@ -99,6 +100,8 @@ def _result(bundle: Bundle) -> str:
 
 def _count_failure(call: calls.Call, settings: Settings, result: str, began: float) -> None:
     if call.command == "create":
+        from gpulet.injection import tally
+
         tally.add(settings.state_dir, settings.mode, result, perf_counter() - began)
 
 

@@ -117,8 +117,11 @@ class State(Value):
 def read_config(path: str) -> dict[str, Any]:
     """The config.json at a path. Raises BundleError."""
     try:
-        with open(path, "rb") as file:
-            config = codec.loads(file.read(), first=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            config = codec.loads(codec.read_all(descriptor, os.fstat(descriptor).st_size), first=True)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise BundleError(f"config.json of the bundle {path}", seen=error.strerror, wanted="an OCI bundle") from None
     except ValueError as error:
@@ -145,12 +148,30 @@ def write_config(path: str, config: dict[str, Any]) -> None:
         except BaseException:
             os.unlink(aside)
             raise
+        _sweep(path)
     except OSError as error:
         raise BundleError(
             f"config.json of the bundle {path}", seen=error.strerror, wanted="a file to replace"
         ) from None
     except ValueError as error:  # NaN, a number too large, lists within lists without end: Python reads them
         raise BundleError(f"config.json of the bundle {path}", seen=error, wanted="what JSON can hold") from None
+
+
+def _sweep(path: str) -> None:
+    """Takes away what runs that were killed left beside a config.json: files of our own whose process is gone. Says
+    nothing where it can't: a container doesn't fail for that."""
+    folder, _, name = path.rpartition("/")
+    try:
+        owners = os.geteuid(), os.stat(path).st_uid
+        for entry in os.listdir(folder or "."):
+            pid = entry.removeprefix(f"{name}.gpulet.")
+            if pid == entry or not (pid.isascii() and pid.isdigit()) or os.path.exists(f"/proc/{pid}"):
+                continue
+            left = os.path.join(folder, entry)
+            if os.lstat(left).st_uid in owners:
+                os.unlink(left)
+    except OSError:
+        pass
 
 
 def _part(table: dict[str, Any], name: str, default: Any) -> Any:
