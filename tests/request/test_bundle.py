@@ -121,6 +121,18 @@ def test_writing_keeps_mode_and_owner_and_is_whole(tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_what_killed_runs_left_goes_with_the_next_write(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    names = ("config.json.gpulet.4194999", "config.json.gpulet.x", "config.json.gpulet.1", "other.gpulet.4194999")
+    for name in ("config.json", *names):  # Linux has no process above 4194304, and always a first one
+        (tmp_path / name).write_text("{}")
+    write_config(str(path), {})
+    assert sorted(item.name for item in tmp_path.iterdir()) == sorted(["config.json", *names[1:]])
+    (tmp_path / names[0]).mkdir()
+    write_config(str(path), {})
+    assert (tmp_path / names[0]).is_dir()
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text("{}")
