@@ -76,28 +76,27 @@ class _Libc:
     def __init__(self) -> None:
         import _ctypes
 
-        class Long(_ctypes._SimpleCData):  # type: ignore[type-arg]
-            _type_ = "l"
-
         class Word(_ctypes._SimpleCData):  # type: ignore[type-arg]
             _type_ = "P"  # a pointer takes ints, bytes and None; without a type an int would pass as 32 bits
+
+        class Long(_ctypes._SimpleCData):  # type: ignore[type-arg]
+            _type_ = "l"
 
         class Function(_ctypes.CFuncPtr):
             _flags_ = _ctypes.FUNCFLAG_CDECL | _ctypes.FUNCFLAG_USE_ERRNO
             _restype_ = Long
 
-        class Int(_ctypes._SimpleCData):  # type: ignore[type-arg]
-            _type_ = "i"
-
-        class Char(_ctypes._SimpleCData):  # type: ignore[type-arg]
-            _type_ = "c"
-
+        self._simple: Any = _ctypes._SimpleCData
         self._handle = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # None is this program itself
         self._symbol = _ctypes.dlsym
-        self._word, self._int, self._function, self.char = Word, Int, Function, Char
+        self._word, self._function = Word, Function
         self.errno = _ctypes.get_errno
         self.address = _ctypes.addressof
         self._known: dict[str, Any] = {}
+
+    def simple(self, code: str) -> Any:
+        """The C type of a letter, as in `array`. Made when it is asked for: openat2 needs none."""
+        return type(self._simple)(code, (self._simple,), {"_type_": code})
 
     def call(self, function: str, *args: int | bytes | None, name: object = None) -> int:
         """Calls a function, which always takes as many arguments. Raises OSError, with `name`, where it answers less
@@ -106,7 +105,7 @@ class _Libc:
             found: Any = self._function(self._symbol(self._handle, function))
             found.argtypes = (self._word,) * len(args)
             if function != "syscall":
-                found.restype = self._int
+                found.restype = self.simple("i")
             self._known[function] = found
         result: int = self._known[function](*args)
         if result < 0:
@@ -135,7 +134,7 @@ class Space:
 
     def __init__(self, size: int) -> None:
         libc = _libc()
-        self._buffer: Any = (libc.char * max(size, 1))()
+        self._buffer: Any = (libc.simple("c") * max(size, 1))()
         self._size = size
         self.address: int = libc.address(self._buffer)
 
