@@ -136,3 +136,12 @@ def test_filters(filters, left):
     node = facts(gpu(0), gpu(1), gpu(2, name="Tesla T4"))
     found = inventory(node, Config(device_filter=filters)).resources
     assert [device.gpu for one in found for device in one.devices] == left
+
+
+def test_a_gpu_of_which_little_is_known_leaves_no_hole_in_the_line():
+    lost = (Lost(4, "GPU is lost (NVML 15)"), Lost(5, "reset required", uuid="GPU-5"), Lost(6, "gone", "0000:1b:00.0"))
+    assert inventory(facts(1, lost=lost), Config()).problems == (
+        "GPU 4: GPU is lost (NVML 15)",
+        "GPU 5 GPU-5: reset required",
+        "GPU 6 0000:1b:00.0: gone",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
+from gpulet.node.gpu import Gpu, Link, MigDevice, NodeFacts
 
 
 def gpu_uuid(index: int) -> str:
@@ -35,7 +35,12 @@ def mig_gpu(index: int, *profiles: str, **fields) -> Gpu:
     return gpu(index, mig_capable=True, mig_enabled=True, mig=devices, **fields)
 
 
+def _far(one: Gpu, gpus: list[Gpu]) -> tuple[Link, ...]:
+    return tuple(Link(other.index, "system") for other in gpus if other is not one)
+
+
 def facts(*gpus: Gpu | int, **fields) -> NodeFacts:
-    """facts(8) for eight plain GPUs, or facts(gpu(0), mig_gpu(1, "1g.10gb"))."""
+    """facts(8) for eight plain GPUs, or facts(gpu(0), mig_gpu(1, "1g.10gb")); each as near to one as to the other."""
     made = [one for item in gpus for one in ([item] if isinstance(item, Gpu) else map(gpu, range(item)))]
+    made = [one if one.links else one.replace(links=_far(one, made)) for one in made]
     return NodeFacts(gpus=tuple(made), source="nvml", driver="570.86.15", cuda="12.8", **fields)

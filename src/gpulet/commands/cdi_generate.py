@@ -233,7 +233,7 @@ def gaps(facts: NodeFacts | None, mode: str) -> list[str]:
     present = {node.path for node in facts.nodes}
     if "/dev/dxg" in present:
         return []
-    found = [f"GPU {lost.index} is left out: {lost.reason}" for lost in facts.lost]
+    found = [f"{lost.name} is left out: {lost.reason}" for lost in facts.lost]
     if "/dev/nvidia-uvm" not in present:
         found.append("CUDA won't work: no /dev/nvidia-uvm; run: modprobe nvidia_uvm && nvidia-modprobe -u -c 0")
     if "/dev/nvidiactl" not in present:

@@ -140,7 +140,7 @@ def info(call: Call) -> int:
             lines += ["", *(_labelled(label, value) for label, value in zip(LABELS, row, strict=True))]
     _print(lines)
     for lost in facts.lost:
-        print(f"GPU {lost.index} ({lost.bus_id or lost.uuid}) is left out: {lost.reason}", file=sys.stderr)
+        print(f"{lost.name} is left out: {lost.reason}", file=sys.stderr)
     return 0
 
 

@@ -90,6 +90,11 @@ class Lost(Value):
     bus_id: str = ""
     uuid: str = ""
 
+    @property
+    def name(self) -> str:
+        """What is known of it: "GPU 4", or "GPU 4 GPU-3f... 00000000:1b:00.0"."""
+        return " ".join(filter(None, (f"GPU {self.index}", self.uuid, self.bus_id)))
+
 
 class NodeFacts(Value):
     """What one look at the node found.

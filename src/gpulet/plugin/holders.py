@@ -7,6 +7,7 @@ import os
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from gpulet.plugin import files
 from gpulet.plugin.config import Config
 
 TIMEOUT = 1.0  # seconds; monitoring must not wait for a kubelet that is busy
@@ -30,7 +31,7 @@ async def holders(config: Config, resources: Iterable[str]) -> list[Holder]:
     wanted = set(resources)
     found = await _listed(config.pod_resources_socket) if os.path.exists(config.pod_resources_socket) else None
     if found is None:
-        found = list(_checkpoint(os.path.join(config.kubelet_socket_dir, CHECKPOINT)))
+        found = list(checkpoint(config.kubelet_socket_dir))
     return [holder for holder in found if holder.resource in wanted]
 
 
@@ -54,7 +55,7 @@ class Audit:
         if version == self._version:
             return []
         self._version = version
-        held = [holder for holder in _checkpoint(path) if holder.resource in offered]
+        held = [holder for holder in checkpoint(config.kubelet_socket_dir) if holder.resource in offered]
         found = list(troubles(held, offered))
         new = [one for one in found if one[1] not in self._told]
         self._told = {text for _, text in found}
@@ -109,10 +110,10 @@ async def _listed(socket: str) -> list[Holder] | None:
     ]
 
 
-def _checkpoint(path: str) -> Iterator[Holder]:
+def checkpoint(folder: str) -> Iterator[Holder]:
+    """What the kubelet's checkpoint in its folder says, as far as it is of a form that we know: Pods by UID."""
     try:
-        with open(path, encoding="utf-8") as stream:
-            entries = json.load(stream)["Data"]["PodDeviceEntries"] or []
+        entries = json.loads(files.read(os.path.join(folder, CHECKPOINT)))["Data"]["PodDeviceEntries"] or []
         for entry in entries:
             whose = entry["PodUID"], entry["ContainerName"], entry["ResourceName"]
             for ids in (entry["DeviceIDs"] or {}).values():

@@ -69,32 +69,34 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What is offered, and what was left out and why."""
+    """What is offered, and what was left out and why. layouts: those of the problems that are a GPU's MIG layout's."""
 
     resources: tuple[Resource, ...]
     problems: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
 
 
 def inventory(facts: NodeFacts, config: Config) -> Inventory:
     """The resources that this node offers under this configuration. Raises ConfigError where sharing can't be met."""
     found: dict[str, list[Device]] = {}
-    problems: list[str] = [f"GPU {lost.index} {lost.uuid} {lost.bus_id}: {lost.reason}" for lost in facts.lost]
+    problems: list[str] = [f"{lost.name}: {lost.reason}" for lost in facts.lost]
     gpus = [gpu for gpu in facts.gpus if gpu.name not in DISPLAY_ONLY and _wanted(gpu, config.device_filter)]
     left_out = _inexpressible(gpus) if config.mig_strategy == "single" else {}
-    problems += left_out.values()
+    layouts = list(left_out.values())
     for gpu in gpus:
         if gpu.index in left_out:
             continue
         if not gpu.mig_enabled or config.mig_strategy == "none":
             _offer(found, _named(gpu.name, config.gpu_patterns, "gpu"), _whole(gpu, facts.source))
         elif not gpu.mig:
-            problems.append(f"GPU {gpu.index} {gpu.uuid} is in MIG mode and has no MIG devices configured")
+            layouts.append(f"GPU {gpu.index} {gpu.uuid} is in MIG mode and has no MIG devices configured")
         for mig in gpu.mig if config.mig_strategy != "none" else ():
             if config.mig_strategy == "mixed" and "c." in mig.profile:
-                problems.append(f"MIG device {mig.uuid} of GPU {gpu.index}: profile {mig.profile} is only part of a "
-                                "GPU instance; strategy as-is offers it")  # fmt: skip
+                layouts.append(f"MIG device {mig.uuid} of GPU {gpu.index}: profile {mig.profile} is only part of a "
+                               "GPU instance; strategy as-is offers it")  # fmt: skip
             else:
                 _offer(found, _mig_name(mig, config), _slice(gpu, mig))
+    problems += layouts
     if config.mps_active and any(device.mig for devices in found.values() for device in devices):
         problems.append("sharing using MPS is not supported for MIG devices: they are left out")
         found = {name: kept for name, devices in found.items() if (kept := [d for d in devices if not d.mig])}
@@ -102,7 +104,7 @@ def inventory(facts: NodeFacts, config: Config) -> Inventory:
         absent = [item.name for item in config.sharing.resources if item.name not in found]
         problems += [f"{name}: sharing names it, and this node doesn't have it" for name in absent]
         found = replicate(found, config.sharing)
-    return Inventory(tuple(Resource(name, tuple(found[name])) for name in sorted(found)), tuple(problems))
+    return Inventory(tuple(Resource(name, tuple(found[name])) for name in sorted(found)), tuple(problems), tuple(layouts))
 
 
 def _offer(found: dict[str, list[Device]], name: str, device: Device) -> None:
