@@ -74,13 +74,14 @@ def test_what_comes_back_is_what_was_worked_out(machine: Machine, monkeypatch: p
         lambda root: os.mknod(root / "dev/nvidia-uvm-tools", 0o020666, os.makedev(510, 1)),
         lambda root: (root / "dev/nvidia0").chmod(0o600),
         lambda root: (root / "etc/OpenCL/vendors").mkdir(parents=True),
+        lambda root: (root / "usr/lib64/xorg/modules/drivers").mkdir(parents=True),
         lambda root: (root / "proc/driver/nvidia/version").write_text("NVRM version: 570.86.16\n"),
         lambda root: (root / "proc/driver/nvidia/gpus/0000:ff:00.0").mkdir(),
         lambda root: (root / "proc/driver/nvidia/capabilities/gpu0/mig/gi1").mkdir(parents=True),
         lambda root: (root / "dev/nvidia1").rename(root / LIB / "libcuda.so.570.86.15"),
         lambda root: (root / LIB / "libcuda.so.570.86.15").unlink(),
     ],
-    ids=["library", "node", "node-mode", "folder", "driver", "gpu", "mig", "replaced", "removed"],
+    ids=["library", "node", "node-mode", "folder", "folders", "driver", "gpu", "mig", "replaced", "removed"],
 )
 def test_a_change_of_the_node_is_noticed(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Any]

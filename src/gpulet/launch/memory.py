@@ -70,7 +70,7 @@ class Memory:
 
         nodes = [node.host_path for node in injection.devices]
         bound = [_evidence(mount.source) for mount in injection.mounts if mount.type in ("", "bind")]
-        states = {path: _state(path) for path in (*looked, *nodes, *bound)}
+        states = {path: _state(path) for path in (*map(_witness, looked), *nodes, *bound)}
         young = time.time_ns() - FRESH
         if any(seen and seen[1] > young for seen in states.values()):
             return
@@ -91,6 +91,15 @@ class Memory:
             codec.write_own(self._path, content)
         except OSError:
             pass
+
+
+def _witness(path: str) -> str:
+    """What changes when a path appears or does: itself, or the first of its names that is missing. Of the hundred
+    places where a driver's files may lie most are missing, for the want of few names."""
+    missing = ""
+    while path not in ("", "/") and not os.path.lexists(path):
+        missing, path = path, os.path.dirname(path)
+    return missing or path
 
 
 def _evidence(source: str) -> str:
