@@ -16,6 +16,8 @@ from gpulet.node import driver, procfs
 ASKED = "NVIDIA_VISIBLE_DEVICES=0,1"
 ALL = "all"
 SOME = "compute,utility"
+SAME = "all but compat32"  # in words; the peer's CDI modes know no 32-bit libraries, so these are its mounts
+MEANT = {SAME: "compute,display,graphics,ngx,utility,video"}
 
 NO_SANDBOXUTILS = "disable-nvsandboxutils"  # the simulated node has that library's file and none of its functions
 
@@ -60,7 +62,7 @@ BARE = Contender("bare")
 OURS = tuple(
     Contender("gpulet", mode, form, capabilities)
     for mode, form in (("jit-cdi", ""), ("cdi", "JSON"), ("cdi", "YAML"), ("legacy", ""))
-    for capabilities in (ALL, SOME)
+    for capabilities in ((ALL, SAME, SOME) if mode == "jit-cdi" else (ALL, SOME))
 )
 
 
@@ -96,7 +98,7 @@ def runtimes(site: Site, peers: Peers, chosen: Sequence[Contender]) -> dict[str,
 
 
 def _runtime(site: Site, peers: Peers, one: Contender) -> Runtime:
-    env = (ASKED, f"NVIDIA_DRIVER_CAPABILITIES={one.capabilities or ALL}")
+    env = (ASKED, f"NVIDIA_DRIVER_CAPABILITIES={MEANT.get(one.capabilities, one.capabilities or ALL)}")
     if one.maker == "bare":
         return Runtime(one.name, LOW_LEVEL, {}, env)
     ours = one.maker == "gpulet"

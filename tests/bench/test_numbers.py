@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from bench.contenders import ALL, BARE, SOME, Contender
+from bench.contenders import ALL, BARE, SAME, SOME, Contender
 from bench.measure import Spread, alternate, percentile, spread
 from bench.table import Goal, Table, render, shown
 from hypothesis import given
@@ -53,6 +53,7 @@ def test_the_ratio_is_of_added_times_within_a_mode() -> None:
     taken = {
         BARE: flat(30),
         Contender("gpulet", "jit-cdi", "", ALL): flat(50),
+        Contender("gpulet", "jit-cdi", "", SAME): flat(70),
         Contender("gpulet", "jit-cdi", "", SOME): flat(40),
         Contender("gpulet", "cdi", "YAML", ALL): flat(55),
         Contender("gpulet", "legacy", "", ALL): flat(90),
@@ -70,7 +71,7 @@ def test_the_ratio_is_of_added_times_within_a_mode() -> None:
     assert ratio["gpulet", "legacy", "", ALL] is None
     assert ratio["bare", "", "", ""] is None
     assert {goal.text.split(":")[0]: goal.met for goal in made.goals} == {
-        "gpulet jit-cdi all": True,
+        f"gpulet jit-cdi {SAME}": False,
         f"gpulet jit-cdi {SOME}": True,
     }
     assert made.notes == ["a note"]
