@@ -11,7 +11,7 @@ import pytest
 from gpulet.launch.hook import _compat_mode, environment
 from gpulet.settings import Settings
 from support.containers import config
-from support.machine import Machine
+from support.machine import LOW, Machine
 
 V = "NVIDIA_VISIBLE_DEVICES"
 
@@ -200,3 +200,19 @@ def test_forward_compatibility(mode: str, allowed: bool, flags: list[str]) -> No
 
 def test_configured_environment_wins() -> None:
     assert environment(Settings(cli_environment=("A=2", "B=")), {"A": "1", "C": "3"}) == {"A": "2", "B": "", "C": "3"}
+
+
+def test_our_own_container_cli_needs_no_process_of_its_own(machine: Machine) -> None:
+    """The CLI beside the hook, by whatever name it is configured, does its work within the hook; a stranger is run."""
+    for configured, fails in (("gpulet-container-cli", True), ("nvidia-container-cli", True), ("cli", False)):
+        (machine.folder / "bin" / configured).unlink(missing_ok=True)
+        if configured == "nvidia-container-cli":
+            (machine.folder / "bin" / configured).symlink_to("gpulet-container-cli")
+        else:
+            machine._program(configured, LOW)
+        machine.cli = machine.folder / "bin" / configured
+        machine.configure(runtime="mode = 'legacy'", cli="environment = ['ODD', '=ODD', '']")
+        done = prestart(machine, config(f"{V}=0"), pid=2**22)
+        assert (done.returncode != 0) is fails, done.stderr
+        assert (machine.called("cli") is None) is fails and machine.called("gpulet-container-cli") is None
+        assert not fails or done.stderr.startswith(f"{configured}: container error: "), done.stderr

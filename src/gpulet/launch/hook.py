@@ -2,7 +2,7 @@
 
 Called as the peer's nvidia-container-runtime-hook: `[-debug] [-config FILE] prestart|poststart|poststop`, the OCI state
 on standard input, in the runtime's namespaces. Decides as the runtime does, composes the container CLI's arguments in
-the peer's order and becomes it. A container that asks for nothing is left alone.
+the peer's order and becomes it, or where it is our own, does its work. A container that asks for nothing is left alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prestart(settings: Settings, debug: bool = False) -> int:
-    """Gives the container whose state is on standard input its GPUs, by becoming the container CLI."""
+    """Gives the container whose state is on standard input its GPUs, by the container CLI."""
     state = bundle.State.parse(sys.stdin.buffer.read())
     container = read_container(state, os.environ)
     asks_kubelet = decide.needs_ledger(container, settings)
@@ -80,6 +80,12 @@ def prestart(settings: Settings, debug: bool = False) -> int:
 
     cli = programs.container_cli(settings.cli_path, settings.cli_root)
     command = compose(cli, settings, decision.request, state.pid, container.root, debug=debug)
+    if programs.is_own_cli(cli):  # the same in this process: an interpreter less to start
+        os.environ.update(environment(settings, {}))
+        sys.argv = command
+        from gpulet.launch import container_cli
+
+        return container_cli.main()
     try:
         os.execve(cli, command, environment(settings, os.environ))
     except OSError as error:
@@ -130,7 +136,7 @@ def compose(cli: str, settings: Settings, request: Request, pid: int, root: str,
 
 def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     """The container CLI's environment: ours and the configured entries, which win."""
-    extra = dict(entry.partition("=")[::2] for entry in settings.cli_environment)
+    extra = dict(entry.partition("=")[::2] for entry in settings.cli_environment if entry[:1] not in ("", "="))
     return {**environ, **extra}
 
 

@@ -110,6 +110,12 @@ def container_cli(configured: str, root: str) -> str:
     return path
 
 
+def is_own_cli(path: str) -> bool:
+    """Whether a path leads to our container CLI, of the same installation as the running program."""
+    here = os.path.dirname(os.path.realpath(sys.argv[0]))
+    return os.path.realpath(path) == os.path.join(here, "gpulet-container-cli")
+
+
 def _resolved(configured: str, usual: str, ours: str) -> str:
     if configured.startswith("/"):
         return configured
