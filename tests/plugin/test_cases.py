@@ -334,7 +334,7 @@ def test_c60_recovery_only_on_evidence(folder):
         with start() as running:  # without any setting, and still it remembers
             kubelet.wait_for(GPU, 1)
             told = []
-            running.daemon._report = told.append
+            running.daemon.news._report = told.append
             hear(running, Answer(A, "", 0))
             kubelet.wait_for(GPU, 2)
             assert [notice.kind for notice in told] == ["GPURecovered"]

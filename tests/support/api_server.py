@@ -101,7 +101,9 @@ def _handler(cluster):
 
         def do_POST(self):
             event = self.body()
-            if self.admitted():
+            if self.path != f"/api/v1/namespaces/{event['metadata']['namespace']}/events":
+                self.answer(400, {"message": "the namespace of the object doesn't match the request's"})
+            elif self.admitted():
                 with cluster.lock:
                     cluster.events[event["metadata"]["name"]] = event
                     cluster.lock.notify_all()

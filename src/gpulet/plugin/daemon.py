@@ -14,14 +14,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpulet.errors import GpuletError, NodeError, NvmlError
+from gpulet.errors import NodeError, NvmlError
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin import mps
 from gpulet.plugin.config import Config
 from gpulet.plugin.generation import Generation, Publish, generation, with_lost
 from gpulet.plugin.health import Notice, NvmlState, XidSeen
-from gpulet.plugin.holders import Audit
+from gpulet.plugin.holders import holders
 from gpulet.plugin.kubelet import Agent
+from gpulet.plugin.news import News
 from gpulet.plugin.server import Offer
 from gpulet.plugin.wellness import Wellness
 
@@ -49,11 +50,10 @@ class Daemon:
         metrics: Metrics | None = None,
         report: Callable[[Notice], None] | None = None,
     ) -> None:
-        self._metrics, self._report = metrics, report
+        self._metrics = metrics
+        self.news = News(metrics, report)
         self.wellness = Wellness(session, self._health_changed, self._told)
-        self._books = Audit()
         self._wanted = Config()  # the newest configuration that could be read, in force or not yet
-        self._troubles: dict[str, str] = {}  # "node" or "configuration" -> what can't be taken over and why, said once
         self.silent: dict[str, str] = {}  # resource -> what its MPS control daemon's trouble is
         self._offering: asyncio.Task[None] | None = None
         self.stop = asyncio.Event()
@@ -114,20 +114,21 @@ class Daemon:
                 await self._take_over(self._wanted)
                 log.info("new configuration in force: %s", self._wanted.difference(config))
                 config = self._wanted
-                self._trouble("configuration", "")
+                self.news.trouble("configuration", "")
             except Exception as error:
-                self._trouble("configuration", f"new configuration refused, the last one stays: {error}", error)
+                self.news.trouble("configuration", f"new configuration refused, the last one stays: {error}", error)
         try:
             self.wellness.take_acknowledgements(config)
             await self._take_over(config)
             await self._ask_mps()
-            self._audit()
-            self._trouble("node", "")
+            await self._audit()
+            self.news.trouble("node", "")
         except NvmlError as error:
-            self._trouble("node", f"the node's GPUs can't be asked: {error}")
+            self.news.trouble("node", f"the node's GPUs can't be asked: {error}")
             self.wellness.hear(NvmlState(str(error), user="facts"))
         except Exception as error:
-            self._trouble("node", f"the last generation stays: {error}", error)
+            self.news.trouble("node", f"the last generation stays: {error}", error)
+        await asyncio.to_thread(self.news.drifted, config, self.generation, self.looked)
         return config
 
     def _read_again(self, config: Config) -> None:
@@ -141,59 +142,37 @@ class Daemon:
             new = self._load()
         except Exception as error:
             self._wanted = config
-            self._trouble("configuration", f"new configuration refused, the last one stays: {error}", error)
+            self.news.trouble("configuration", f"new configuration refused, the last one stays: {error}", error)
             return
         for warning in new.warnings if new.warnings != self._wanted.warnings else ():
             log.warning("%s", warning)
         if told and new == config:
             log.info("configuration read again: nothing has changed")
         self._wanted = new
-        self._trouble("configuration", "")
+        self.news.trouble("configuration", "")
 
     async def _take_over(self, config: Config) -> None:
         """Look at the node, and make a generation where it or the configuration differs from the one in force."""
         facts = await asyncio.to_thread(self._look, config)
         current = self.generation
         before = current.facts if current else None
-        looked = with_lost(facts, before)
+        self.looked = looked = with_lost(facts, before)
         if current is None or looked != before or config != current.config:
             await self._adopt(generation(config, facts, self._publish, before))
-        self.looked = looked
         self.wellness.hear(NvmlState(user="facts"))
 
-    def _trouble(self, what: str, text: str, error: BaseException | None = None) -> None:
-        """Say it where it is new; "" where there is none any more. With the trace of an error that nobody expected."""
-        if text and text != self._troubles.get(what):
-            strange = error is not None and not isinstance(error, GpuletError | OSError)
-            log.error("%s", text, exc_info=error if strange else None)
-            if error is not None:
-                self._say("ConfigRejected", str(error))
-        if what == "node" and not text and self._troubles.get(what):
-            log.info("the node can be looked at again")
-        self._troubles[what] = text
-
     def _told(self, news: Notice | XidSeen) -> None:
-        """Health had news: for the metrics, and for people, who look for a GPU by more than its UUID."""
-        if self._metrics:
-            self._metrics.told(news)
-        if self._report and isinstance(news, Notice):
-            gpus = self.generation.facts.gpus if self.generation else ()
-            whose = [f" [GPU {gpu.index}, PCI {gpu.bus_id}, serial {gpu.serial or 'unknown'}, {news.uuid}]"
-                     for gpu in gpus if gpu.uuid == news.uuid]  # fmt: skip
-            self._report(replace(news, text=news.text + "".join(whose)))
+        self.news.health(news, self.generation.facts.gpus if self.generation else ())
 
-    def _say(self, kind: str, text: str) -> None:
-        """Something about the plugin itself that people should know; "" for nothing."""
-        if text:
-            self._told(Notice(kind, "", text))
-
-    def _audit(self) -> None:
-        """Whether the kubelet's books and our devices agree."""
-        if self.generation:
-            offered = {name: offer.resource.by_id for name, offer in self.generation.offers.items()}
-            for kind, text in self._books.news(self.generation.config, offered):
-                log.error("%s: %s", kind, text)
-                self._say(kind, text)
+    async def _audit(self) -> None:
+        """Whether what the kubelet gave out is there, once, and can be used."""
+        current = self.generation
+        if current:
+            self.news.audit(current)
+            lost = await asyncio.to_thread(self.news.access.look, current)
+            held = await holders(current.config, current.offers) if lost else ()
+            for one in lost:
+                self.news.lost_access(one, held)
 
     async def _ask_mps(self) -> None:
         """Whether each control daemon still answers: without it no container could compute on what we offer."""
@@ -205,18 +184,15 @@ class Daemon:
         for name, problem in silent.items():
             if bool(problem) != bool(self.silent.get(name)):
                 kind = "MPSFailed" if problem else "MPSRecovered"
-                log.log(logging.ERROR if problem else logging.INFO, "%s %s: %s", kind, name, problem or "it answers")
-                self._say(kind, f"{name}: {problem or 'the MPS daemon answers again'}")
+                text = f"{name}: {problem or 'the MPS daemon answers again'}"
+                self.news.say(kind, text, level=logging.ERROR if problem else logging.INFO)
         silent = {name: problem for name, problem in silent.items() if problem}
         if silent != self.silent:
             self.silent = silent
             self._health_changed()
 
     async def _adopt(self, new: Generation) -> None:
-        for problem in new.problems:
-            log.warning("not offered: %s", problem)
-            if self.generation is None or problem not in self.generation.problems:
-                self._say("DeviceNotOffered", problem)
+        self.news.adopted(new, self.generation)
         moved = self.generation is not None and _place(self.generation.config) != _place(new.config)
         for name in list(self._tasks):
             if moved or name not in new.offers:
@@ -256,14 +232,14 @@ class Daemon:
                     await self.agents[name].offer(offer)
 
     def _begin(self, name: str, offer: Offer) -> None:
-        observe, notify = (self._metrics.observe, self._registered) if self._metrics else (None, None)
+        observe = self._metrics.observe if self._metrics else None
         gate = partial(mps.problem, name, offer.config) if mps.shared(offer.resource, offer.config) else None
         agent = Agent(
             offer.config.kubelet_socket_dir,
             offer.config.kubelet_socket,
             offer,
             observe=observe,
-            notify=notify,
+            notify=self._registered,
             gate=gate,
         )
         self.agents[name] = agent
@@ -272,6 +248,8 @@ class Daemon:
         self._tasks[name] = task
 
     def _registered(self, name: str, outcome: str) -> None:
+        if outcome == "registered":
+            self.news.registered(name)
         if self._metrics:
             agent = self.agents.get(name)
             kubelet = agent.state.registered if agent and outcome == "registered" else None

@@ -1,4 +1,5 @@
-"""Kubernetes Events about the node, so that `kubectl describe node` says which GPU failed and what to do.
+"""Kubernetes Events about the node, so that `kubectl describe node` says which GPU failed and what to do; and about a
+Pod whose container lost its GPU.
 
 A thread of its own talks to the API server: nothing waits for it, and what it can't deliver is dropped aloud.
 """
@@ -18,23 +19,23 @@ log = logging.getLogger(__name__)
 
 COMPONENT = "gpulet-device-plugin"
 NAMESPACE = "default"  # where Events about objects without a namespace, as nodes are, have their place
+NORMAL = ("Recovered", "ReRegistered")  # ends of kinds that are no warnings
 WAITING = 256  # Notices that wait at most; a storm of them tells nobody more
 REMEMBERED = 64
 TRIES, RETRY = 3, 1.0  # attempts for one Event, seconds between them
 
 
 def event(node: str, notice: Notice, name: str, now: float) -> dict[str, object]:
-    """The Event (core/v1) of a notice. now: seconds since the epoch."""
+    """The Event (core/v1) of a notice, about its Pod or the node. now: seconds since the epoch."""
     moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": name, "namespace": NAMESPACE},
-        # the uid that the kubelet gives in its own Events about a node is the node's name
-        "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": node, "uid": node},
+        "metadata": {"name": name, "namespace": _namespace(notice)},
+        "involvedObject": _about(node, notice),
         "reason": notice.kind,
         "message": notice.text[:1024],  # the API's limit
-        "type": "Normal" if notice.kind.endswith("Recovered") else "Warning",
+        "type": "Normal" if notice.kind.endswith(NORMAL) else "Warning",
         "source": {"component": COMPONENT, "host": node},
         "reportingComponent": COMPONENT,
         "reportingInstance": node,
@@ -42,6 +43,18 @@ def event(node: str, notice: Notice, name: str, now: float) -> dict[str, object]
         "lastTimestamp": moment,
         "count": 1,
     }
+
+
+def _namespace(notice: Notice) -> str:
+    return notice.pod[0] if notice.pod else NAMESPACE  # the API wants an Event beside what it is about
+
+
+def _about(node: str, notice: Notice) -> dict[str, str]:
+    if notice.pod:
+        namespace, name, uid = notice.pod
+        return {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name, "uid": uid}
+    # the uid that the kubelet gives in its own Events about a node is the node's name
+    return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": node}
 
 
 class Events:
@@ -88,20 +101,20 @@ class Events:
     def _report(self, notice: Notice) -> None:
         """A new Event, or one more of the same; an Event lives an hour, then it has to be made anew."""
         now = time.time()
+        place = f"/api/v1/namespaces/{_namespace(notice)}/events"
         name, count = self._known.pop(notice, ("", 0))
         if name:
             moment = event(self._node, notice, name, now)["lastTimestamp"]
             change = {"count": count + 1, "lastTimestamp": moment}
             try:
-                path = f"/api/v1/namespaces/{NAMESPACE}/events/{name}"
-                self._api.send("PATCH", path, change, "application/merge-patch+json")
+                self._api.send("PATCH", f"{place}/{name}", change, "application/merge-patch+json")
                 self._known[notice] = name, count + 1
                 return
             except ApiError as error:
                 if error.code != 404:
                     raise
         name = f"{self._node}.{time.time_ns():x}{next(self._numbers)}"
-        self._api.send("POST", f"/api/v1/namespaces/{NAMESPACE}/events", event(self._node, notice, name, now))
+        self._api.send("POST", place, event(self._node, notice, name, now))
         self._known[notice] = name, 1
         while len(self._known) > REMEMBERED:
             del self._known[next(iter(self._known))]

@@ -12,7 +12,7 @@ from gpulet.node.gpu import NodeFacts
 from gpulet.plugin import mps
 from gpulet.plugin.allocate import Surroundings
 from gpulet.plugin.config import Config
-from gpulet.plugin.prefer import preference
+from gpulet.plugin.prefer import preference, strangers
 from gpulet.plugin.resources import control_nodes, inventory
 from gpulet.plugin.server import Offer
 
@@ -25,13 +25,13 @@ Publish = Callable[[Config, NodeFacts, tuple[int, ...]], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What is offered, by resource name, and what was left out and why. kept: UUIDs of GPUs that no longer answer and
-    are still listed, as unhealthy."""
+    """What is offered, by resource name. notices: (kind, text) of what was left out, or can't be done as well as it
+    should be. kept: UUIDs of GPUs that no longer answer and are still listed, as unhealthy."""
 
     config: Config
     facts: NodeFacts
     offers: Mapping[str, Offer]
-    problems: tuple[str, ...] = ()
+    notices: tuple[tuple[str, str], ...] = ()
     kept: tuple[str, ...] = ()
 
 
@@ -70,8 +70,12 @@ def generation(config: Config, facts: NodeFacts, publish: Publish, before: NodeF
     classes = publish(config, facts, imex) if config.cdi else ()
     surroundings = Surroundings(control_nodes(config.lookup_dev_root), imex, classes)
     offers = {}
+    notices = [("MIGLayoutInvalid" if text in offered.layouts else "DeviceNotOffered", text)
+               for text in offered.problems]  # fmt: skip
     for resource in offered.resources:
         prefer = preference(resource, facts, config.allocation_policy)
         offers[resource.name] = Offer(resource, config, surroundings, prefer=prefer)
+        if apart := strangers(resource, facts):
+            notices.append(("AllocationFallback", f"{resource.name}: {apart}"))
     kept = tuple(gpu.uuid for gpu in facts.gpus if gpu.uuid not in answering)
-    return Generation(config, facts, offers, offered.problems, kept)
+    return Generation(config, facts, offers, tuple(notices), kept)

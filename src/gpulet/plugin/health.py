@@ -152,11 +152,13 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that people want to know: "GPUUnhealthy", "GPURecovered", "NVMLFailed", "NVMLRecovered"."""
+    """Something that people want to know: "GPUUnhealthy", "GPURecovered", "NVMLFailed", "NVMLRecovered", and what
+    news.py adds. pod: namespace, name and UID of the Pod that it is about; None: the node."""
 
     kind: str
     uuid: str
     text: str
+    pod: tuple[str, str, str] | None = None
 
 
 def step(health: Health, event: Event, policy: Policy, now: float) -> tuple[Health, list[Notice]]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpulet.errors import NodeError, NvmlError
-from gpulet.node import nvml_library, procfs
 from gpulet.node.gpu import NodeFacts
+from gpulet.plugin import drift
+from gpulet.plugin.access import AccessLost
 from gpulet.plugin.allocate import CDI_VENDOR
 from gpulet.plugin.config import Config
 from gpulet.plugin.health import Notice, XidSeen
@@ -55,6 +56,8 @@ class Metrics:
                               registry=registry)  # fmt: skip
         self.held = Gauge("gpu_allocation_info", "1; a container has this device",
                           ["uuid", "namespace", "pod", "container", "replica", "mig"], registry=registry)  # fmt: skip
+        self.access = Gauge("container_gpu_access_lost", "1; its device cgroup refuses the GPU that it was given",
+                            ["namespace", "pod", "container", "uuid"], registry=registry)  # fmt: skip
         self.devices = Gauge("dp_devices", "Devices offered", ["resource", "health"], registry=registry)
         self.registered = Gauge("dp_registered", "1 while the kubelet knows it", ["resource"], registry=registry)
         self.streams = Gauge("dp_stream_connected", "ListAndWatch streams", ["resource"], registry=registry)
@@ -115,8 +118,8 @@ class Metrics:
 
     def text(self, daemon: Daemon, held: Sequence[Holder] = ()) -> bytes:
         """Everything in Prometheus' text form. held: who has which device."""
-        for gauge in (self.health, self.recovery, self.held, self.devices, self.registered, self.streams, self.config,
-                      self.driver, self.specs, self.stale):  # fmt: skip
+        for gauge in (self.health, self.recovery, self.held, self.access, self.devices, self.registered, self.streams,
+                      self.config, self.driver, self.specs, self.stale):  # fmt: skip
             gauge.clear()
         self.checked.set(daemon.wellness.heard)
         for name, agent in daemon.agents.items():
@@ -127,7 +130,8 @@ class Metrics:
             self.injections.folder = current.config.runtime_state_dir
             self._gpus(daemon, current)
             self._offers(current, held)
-            self._specs(current.config, current.facts, daemon.looked)
+            self._access(daemon.news.access.lost, held)
+            self._specs(current, daemon.looked)
             self._driver(current.config, current.facts)
         return generate_latest(self.registry)
 
@@ -154,34 +158,35 @@ class Metrics:
             mig = base if base.startswith("MIG-") else ""
             self.held.labels(gpu, one.namespace, one.pod, one.container, replica, mig).set(1)
 
-    def _specs(self, config: Config, facts: NodeFacts, looked: NodeFacts | None) -> None:
+    def _access(self, lost: Iterable[AccessLost], held: Sequence[Holder]) -> None:
+        for one in lost:
+            named = one.named(held)
+            self.access.labels(named.namespace, named.pod, named.container, one.gpu).set(1)
+
+    def _specs(self, current: Generation, looked: NodeFacts | None) -> None:
         """Our files in the CDI folder. Stale is what was written for other facts than the last look found."""
         from gpulet.injection.cdi_fingerprint import fingerprint
         from gpulet.injection.cdi_registry import Registry
 
+        config, facts = current.config, current.facts
         if not config.cdi:
             return
-        made = fingerprint(facts)
-        digest = _digest(sorted(made.items()))
+        digest = _digest(sorted(fingerprint(facts).items()))
+        stale = bool(drift.stale_specs(current, looked))
         registry = Registry([config.cdi_spec_dir]).load()
         self.broken.set(len(registry.errors))
         for spec in registry.specs:
             name = os.path.basename(spec.path)
             if name.startswith(CDI_VENDOR):
                 self.specs.labels(name, facts.driver, digest).set(1)
-                self.stale.labels(name).set(looked is not None and fingerprint(looked) != made)
+                self.stale.labels(name).set(stale)
 
     def _driver(self, config: Config, facts: NodeFacts) -> None:
         key = os.path.basename(os.path.realpath(config.config_file)) if config.config_file else ""
         self.config.labels(_digest(config), key).set(1)
-        module = procfs.driver_version(config.lookup_root) or facts.driver
-        try:
-            library = os.path.basename(nvml_library.locate(config.lookup_root)).partition(".so.")[2]
-        except NodeError:
-            library = ""
-        library = library if "." in library else ""  # "1" is the name of the interface, no version
-        self.driver.labels(module, library, facts.cuda).set(1)
-        self.mismatch.set(bool(module and library and module != library))
+        module, library = drift.driver_versions(config.lookup_root)
+        self.driver.labels(module or facts.driver, library, facts.cuda).set(1)
+        self.mismatch.set(bool(drift.mismatch((module, library))))
 
 
 def _digest(value: object) -> str:

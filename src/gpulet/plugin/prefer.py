@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import combinations
 
 from gpulet.node.gpu import Gpu, NodeFacts
 from gpulet.plugin.partition import Partitioner
@@ -32,6 +33,21 @@ def pair_scores(gpus: Sequence[Gpu]) -> list[list[int]]:
         return LEVEL_SCORE.get(link.level, 0) + NVLINK_SCORE * min(link.nvlinks, NVLINKS_COUNTED)
 
     return [[0 if a is b else min(told(a, b), told(b, a)) for b in gpus] for a in gpus]
+
+
+def strangers(resource: Resource, facts: NodeFacts) -> str:
+    """Why this resource's GPUs are preferred without regard to some links, "" where all are known or none matter."""
+    if any(device.mig or device.replicas for device in resource.devices):
+        return ""
+    members = {device.base for device in resource.devices}
+    gpus = [gpu for gpu in facts.gpus if gpu.uuid in members]
+    known = {(gpu.index, link.peer) for gpu in gpus for link in gpu.links if link.level or link.nvlinks}
+    apart = [(one.index, other.index) for one, other in combinations(gpus, 2)
+             if not {(one.index, other.index), (other.index, one.index)} <= known]  # fmt: skip
+    if not apart:
+        return ""
+    pairs = ", ".join(f"{one} and {other}" for one, other in apart[:3]) + (", ..." if len(apart) > 3 else "")
+    return f"NVML doesn't tell how GPUs {pairs} are linked: sets of GPUs are preferred as if they were not"
 
 
 def preference(resource: Resource, facts: NodeFacts, policy: str) -> Prefer:

@@ -104,7 +104,8 @@ def inventory(facts: NodeFacts, config: Config) -> Inventory:
         absent = [item.name for item in config.sharing.resources if item.name not in found]
         problems += [f"{name}: sharing names it, and this node doesn't have it" for name in absent]
         found = replicate(found, config.sharing)
-    return Inventory(tuple(Resource(name, tuple(found[name])) for name in sorted(found)), tuple(problems), tuple(layouts))
+    resources = tuple(Resource(name, tuple(found[name])) for name in sorted(found))
+    return Inventory(resources, tuple(problems), tuple(layouts))
 
 
 def _offer(found: dict[str, list[Device]], name: str, device: Device) -> None:
