@@ -153,7 +153,7 @@ def makers(peers: Peers, node: SimNode, place: Path) -> dict[str, Callable[[int]
 
     def ours(replicas: int) -> Plugin:
         at = folder(replicas)
-        command = [sys.executable, "-m", "gpulet.plugin.main", f"--driver-root={node.root}"]
+        command = [sys.executable, "-m", "gpulet.plugin.entry", f"--driver-root={node.root}"]
         command += [f"--kubelet-socket-dir={at}/kubelet", f"--config-file={at}/config.yaml", f"--state-dir={at}/state"]
         return Plugin("gpulet", command, {}, at)
 

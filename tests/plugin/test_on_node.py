@@ -40,8 +40,8 @@ class Site:
         self.kubelet.start()
         self.process = None
 
-    def start(self, *words, **environ):
-        command = [sys.executable, "-m", "gpulet.plugin.main", "--driver-root", str(self.node.root)]
+    def start(self, *words, program=("-m", "gpulet.plugin.entry"), **environ):
+        command = [sys.executable, *program, "--driver-root", str(self.node.root)]
         command += ["--kubelet-socket-dir", str(self.folder / "kubelet"), "--cdi-spec-dir", str(self.folder / "cdi")]
         command += ["--refresh-interval=0.3"]
         with open(self.folder / "log", "ab") as log:
@@ -255,6 +255,23 @@ def test_signals(site):
     assert "nvidia-gpu.sock" not in os.listdir(site.folder / "kubelet")
 
 
+EARLY = """
+import os, signal, sys
+from gpulet.plugin import entry
+entry.heed()
+os.kill(os.getpid(), signal.SIGHUP)
+assert not {"asyncio", "grpc"} & set(sys.modules)
+sys.exit(entry.main())
+"""
+
+
+def test_a_reload_asked_for_while_it_starts_is_done_once_it_runs(site):
+    (site.folder / "c.yaml").write_text("")
+    site.start("--config-file", str(site.folder / "c.yaml"), program=("-c", EARLY))
+    site.kubelet.wait_for(GPU, 8)
+    until(lambda: "configuration read again: nothing has changed" in site.log())
+
+
 def test_log_lines_in_json(site):
     site.start("--log-format=json")
     site.kubelet.wait_for(GPU, 8)
@@ -264,15 +281,34 @@ def test_log_lines_in_json(site):
     assert {"time", "level", "message"} <= set(lines[-1])
 
 
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [
+        (["--log-format=json", "--nope"], {}),
+        (["-log-format", "json", "--mig-strategy=wrong"], {}),
+        (["--mig-strategy=wrong"], {"LOG_FORMAT": "json"}),
+        (["mps-control-daemon", "--mig-strategy=wrong"], {"LOG_FORMAT": "json"}),
+        (["config-manager"], {"LOG_FORMAT": "json"}),
+        (["--log-format=json"], {"MIG_STRATEGY": "wrong"}),
+    ],
+)
+def test_settings_that_cannot_be_read_are_told_in_the_wanted_form(words, environ):
+    command = [sys.executable, "-m", "gpulet.plugin.entry", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": os.environ["PATH"], **environ})
+    assert done.returncode in (1, 2)
+    (line,) = done.stderr.splitlines()
+    assert json.loads(line)["level"] == "critical"
+
+
 @pytest.mark.parametrize("words", [["--version"], ["--help"]])
 def test_what_only_prints(words):
-    done = subprocess.run([sys.executable, "-m", "gpulet.plugin.main", *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "gpulet.plugin.entry", *words], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
 
 
 def test_a_wrong_command_line():
-    done = subprocess.run([sys.executable, "-m", "gpulet.plugin.main", "--nope"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "gpulet.plugin.entry", "--nope"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "gpulet-device-plugin: unknown argument: --nope; see --help\n")
 
 

@@ -28,7 +28,7 @@ PROGRAMS = {
 }
 
 # programs that live long and load libraries as usual: only their interpreter is fixed
-LASTING = {"gpulet-device-plugin": ("gpulet.plugin.main", "nvidia-device-plugin")}
+LASTING = {"gpulet-device-plugin": ("gpulet.plugin.entry", "nvidia-device-plugin")}
 
 # Linux reads at most 256 bytes of a "#!" line, the newline included (BINPRM_BUF_SIZE, linux/binfmts.h)
 SHEBANG_LIMIT = 255

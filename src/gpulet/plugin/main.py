@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ with without_tls():
 
 from gpulet.errors import GpuletError
 from gpulet.node.gpu import Gpu, NodeFacts
+from gpulet.plugin import entry
 from gpulet.plugin.config import Config, load
 from gpulet.plugin.daemon import Daemon
 from gpulet.plugin.monitor import Session
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFact
     """Run the daemon until a signal ends it. Returns 0 after SIGTERM, SIGINT or SIGQUIT, 1 where it can't start,
     2 for a wrong command line. look: asks the node for its GPUs; NVML unless given."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is somebody to heed it; the file is read later
+        entry.heed()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of gRPC's own messages reaches us as errors
     words = list(sys.argv[1:] if argv is None else argv)
     name = os.path.basename(sys.argv[0]) if argv is None else PROGRAM
@@ -57,11 +58,11 @@ def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFact
 
         print(__version__)
         return 0
+    _start_log(_log_format(words, os.environ), "info")  # until the settings are read: what is wrong there is told too
     try:
         if name == "config-manager":
             from gpulet.plugin import config_manager
 
-            _start_log("text", "info")
             return config_manager.run(words, os.environ)
         if name == "mps-control-daemon":
             return _mps(words, look or ask_nvml)
@@ -78,6 +79,16 @@ def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFact
         _last_word(name, error)
         return 1
     return 0
+
+
+def _log_format(words: Sequence[str], environ: Mapping[str, str]) -> str:
+    """The log's format as --log-format or LOG_FORMAT has it, whatever else is wrong there."""
+    found = environ.get("LOG_FORMAT", "")
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        name, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("-") and name == "log-format":
+            found = value if equals else following
+    return found
 
 
 def _last_word(name: str, error: Exception) -> None:
@@ -132,6 +143,8 @@ async def _run(words: Sequence[str], config: Config, look: Callable[[Config], No
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         loop.add_signal_handler(number, daemon.stop.set)
     loop.add_signal_handler(signal.SIGHUP, daemon.reload)
+    if entry.came():
+        daemon.reload()
     endpoint = Endpoint(config.metrics_address, daemon, metrics) if metrics else None
     try:
         if endpoint:

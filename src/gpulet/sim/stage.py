@@ -115,7 +115,7 @@ class Stage:
 
     def _plugin_command(self) -> list[str]:
         options = self.options
-        command = [sys.executable, "-m", "gpulet.plugin.main"]
+        command = [sys.executable, "-m", "gpulet.plugin.entry"]
         command += ["--kubelet-socket-dir", str(self.folder / "kubelet")]
         command += ["--driver-root", str(self.root), "--cdi-spec-dir", str(self.folder / "cdi")]
         command += ["--device-list-strategy", ",".join(options.strategies)]
