@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -338,6 +339,72 @@ def test_faults_that_cannot_be_read_are_told(folder, kubelet, caplog):
     with plugin.running(folder, lambda: facts(1)):
         kubelet.wait_for(GPU, 1)
     assert "faults from before the restart can't be read" in caplog.text
+
+
+def test_faults_that_cannot_be_kept_are_tried_again(folder, kubelet, caplog):
+    caplog.set_level("INFO", "gpulet")
+    place = folder / "gpulet" / "health.json"
+    place.mkdir(parents=True)  # as good as a full disk
+    with plugin.running(folder, lambda: facts(2), refresh_every=0.05) as running:
+        kubelet.wait_for(GPU, 2)
+        hear(running, XidSeen(gpu_uuid(1), 79))
+        kubelet.wait_for(GPU, 1)
+        time.sleep(0.3)
+        assert caplog.text.count("faults can't be kept in") == 1
+        place.rmdir()
+        plugin.until(place.is_file)
+        plugin.until(lambda: "faults are kept in" in caplog.text)
+    assert gpu_uuid(1) in place.read_text()
+    assert caplog.text.count("can't be kept") == 1
+
+
+def test_faults_move_with_their_folder(folder, kubelet):
+    config = folder / "c.yaml"
+    config.write_text("")
+    with plugin.running(folder, lambda: facts(2), "--config-file", str(config), refresh_every=0.05) as running:
+        kubelet.wait_for(GPU, 2)
+        hear(running, XidSeen(gpu_uuid(1), 79))
+        kubelet.wait_for(GPU, 1)
+        config.write_text(f"flags: {{plugin: {{stateDir: {folder}/other}}}}")
+        plugin.until((folder / "other" / "health.json").is_file)
+        assert gpu_uuid(1) in (folder / "other" / "health.json").read_text()
+        assert kubelet.resources()[GPU].allocatable == 1
+        (folder / "other" / "well").mkdir()
+        (folder / "other" / "well" / gpu_uuid(1)).touch()
+        kubelet.wait_for(GPU, 2)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "endless"])
+def test_a_configuration_that_is_no_file_is_refused_at_once(folder, kubelet, caplog, kind):
+    config = folder / "c.yaml"
+    config.write_text("")
+    with plugin.running(folder, lambda: facts(2), "--config-file", str(config), refresh_every=0.05) as running:
+        kubelet.wait_for(GPU, 2)
+        config.unlink()
+        if kind == "pipe":
+            os.mkfifo(config)
+        elif kind == "folder":
+            config.mkdir()
+        elif kind == "device":
+            config.symlink_to("/dev/zero")
+        else:
+            with open(config, "wb") as stream:
+                stream.truncate(1 << 40)
+        plugin.until(lambda: f"config file {config} can't be read: " in caplog.text)
+        running.reload()
+        assert kubelet.resources()[GPU].allocatable == 2
+    assert caplog.text.count("can't be read") == 1
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+def test_a_state_folder_that_is_none(folder, kubelet, caplog, kind):
+    os.mkfifo(folder / "gpulet") if kind == "pipe" else (folder / "gpulet").write_text("")
+    with plugin.running(folder, lambda: facts(2), refresh_every=0.05) as running:
+        kubelet.wait_for(GPU, 2)
+        hear(running, XidSeen(gpu_uuid(1), 79))
+        kubelet.wait_for(GPU, 1)
+        time.sleep(0.2)
+    assert caplog.text.count("faults can't be kept") == 1
 
 
 def test_more_replicas_than_a_kubelet_takes(folder, kubelet, caplog):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from gpulet.errors import NodeError, NvmlError
@@ -230,3 +232,21 @@ def test_a_lost_gpu_that_ends_the_wait_is_one_lost_gpu():
     monitor.stop()
     assert heard[:3] == [NvmlState(), Answer(A, "GPU is lost (NVML 15)"), Answer(B, "", 0)]
     assert not any(isinstance(event, NvmlState) and event.problem for event in heard)
+
+
+def test_what_is_in_the_way_of_the_file(tmp_path):
+    path = tmp_path / "state" / "health.json"
+    memory = Memory(str(path), "boot-1")
+    path.parent.mkdir()
+    sick = Health((Fault("u", -1, -1, 79, "why", 1.0),))
+    os.mkfifo(path.with_name("health.json.new"))
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is a pipe"):
+        memory.load()
+    memory.save(sick)
+    assert memory.load() == sick
+    path.unlink()
+    path.mkdir()
+    for act in (memory.load, lambda: memory.save(sick)):
+        with pytest.raises(OSError):
+            act()

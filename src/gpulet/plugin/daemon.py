@@ -119,6 +119,7 @@ class Daemon:
                 self.news.trouble("configuration", f"new configuration refused, the last one stays: {error}", error)
         try:
             self.wellness.take_acknowledgements(config)
+            self.wellness.keep()
             await self._take_over(config)
             await self._ask_mps()
             await self._audit()

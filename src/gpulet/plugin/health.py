@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 
+from gpulet.plugin import files
 from gpulet.plugin.resources import Device
 from gpulet.plugin.xid import CATALOGUE, IGNORED_BY_DEFAULT, describe
 
@@ -233,8 +234,7 @@ class Memory:
         """The faults of this boot. A missing or older file means none. Raises OSError, or ValueError for a file that
         isn't ours: then nothing is known, which somebody should be told."""
         try:
-            with open(self.path, encoding="utf-8") as stream:
-                data = json.load(stream)
+            data = json.loads(files.read(self.path))
             if data["boot_id"] != self.boot_id:
                 return Health()
             return Health(tuple(Fault(**fault) for fault in data["faults"]))
@@ -247,6 +247,10 @@ class Memory:
         """Replace the file. Raises OSError."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         aside = f"{self.path}.new"
-        with open(aside, "w", encoding="utf-8") as stream:
+        try:
+            os.unlink(aside)  # of one that was killed, or whatever lies there
+        except FileNotFoundError:
+            pass
+        with open(aside, "x", encoding="utf-8") as stream:
             json.dump({"boot_id": self.boot_id, "faults": [asdict(fault) for fault in health.faults]}, stream)
         os.replace(aside, self.path)

@@ -44,6 +44,9 @@ class Wellness:
         self.heard = 0.0  # when the last event came, seconds since the epoch
         self._open, self._changed, self._told = open, changed, told
         self._memory: Memory | None = None
+        self._folder: str | None = None  # of the memory, None before the first
+        self._unsaved = False
+        self._trouble = ""  # why faults can't be kept, said once
         self._monitor: Monitor | None = None
         self._watched: tuple[Config, tuple[str, ...]] | None = None
         self._scheduled = False
@@ -56,14 +59,7 @@ class Wellness:
         )
         for item in strange:
             log.warning("health checks: %r is no Xid: ignored", item)
-        if config.state_dir and self._memory is None:
-            self._memory = Memory(os.path.join(config.state_dir, "health.json"), boot_id())
-            try:
-                self.health = self._memory.load()
-            except (OSError, ValueError) as error:
-                log.error("faults from before the restart can't be read in %s: %s", self._memory.path, error)
-            for fault in self.health.faults:
-                log.warning("GPU %s is still unhealthy from before the restart: %s", fault.uuid, fault.reason)
+        self._remember(config.state_dir)
         uuids = tuple(gpu.uuid for gpu in facts.gpus)
         if self._watched == (config, uuids):
             return
@@ -77,6 +73,41 @@ class Wellness:
             )
             monitor.start()
             self._monitor = monitor
+
+    def _remember(self, folder: str) -> None:
+        """Keep faults in this folder from now on, "" for nowhere. Those from before a restart are read at the start."""
+        if folder == self._folder:
+            return
+        first, self._folder = self._folder is None, folder
+        path = os.path.join(folder, "health.json")
+        self._memory = Memory(path, boot_id()) if folder else None
+        if not self._memory or not first:
+            self._unsaved = True
+            return
+        try:
+            self.health = self._memory.load()
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            log.error("faults from before the restart can't be read in %s: %s", path, why)
+        for fault in self.health.faults:
+            log.warning("GPU %s is still unhealthy from before the restart: %s", fault.uuid, fault.reason)
+
+    def keep(self) -> None:
+        """Save the faults, where they have changed since they were saved; what fails is tried again the next time."""
+        if not self._memory or not self._unsaved:
+            return
+        try:
+            self._memory.save(self.health)
+        except OSError as error:
+            trouble = f"{self._memory.path}: {error.strerror}"
+            if trouble != self._trouble:
+                log.error("faults can't be kept in %s; trying again, said once", trouble)
+            self._trouble = trouble
+            return
+        self._unsaved = False
+        if self._trouble:
+            self._trouble = ""
+            log.info("faults are kept in %s again", self._memory.path)
 
     def _from_thread(self, loop: asyncio.AbstractEventLoop, event: Event) -> None:
         try:
@@ -103,11 +134,9 @@ class Wellness:
 
     def _flush(self, before: Health) -> None:
         self._scheduled = False
-        if self._memory and self.health.faults != before.faults:
-            try:
-                self._memory.save(self.health)
-            except OSError as error:
-                log.error("faults can't be kept in %s: %s", self._memory.path, error.strerror)
+        if self.health.faults != before.faults:
+            self._unsaved = True
+            self.keep()
         self._changed()
 
     def take_acknowledgements(self, config: Config) -> None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import yaml
 
 from gpulet.errors import ConfigError
+from gpulet.plugin import files
 from gpulet.plugin.document import get
 
 DEEPEST, MOST = 30, 20_000  # levels; values, aliases counted in full: a file of a few lines can stand for billions
@@ -42,8 +43,7 @@ for _kind, _pattern, _first in (
 def read(path: str) -> dict[str, Any]:
     """The file's map, empty for an empty file. Raises ConfigError."""
     try:
-        with open(path, encoding="utf-8") as stream:
-            document = next(iter(yaml.load_all(stream, _Loader)), None)
+        document = next(iter(yaml.load_all(files.read(path), _Loader)), None)
         document = _plain(document, DEEPEST, iter(range(MOST)))
     except OSError as error:
         raise ConfigError(f"config file {path} can't be read", seen=error.strerror) from error
