@@ -46,13 +46,20 @@ def lay(things: Sequence[Laid]) -> None:
                 _make_file(thing, aside)
             if not _lies(thing):
                 raise OSError(17, "something else lies there", thing.path)  # EEXIST
+            from gpulet.launch.sweep import sweep_sometimes
+
+            sweep_sometimes(os.path.dirname(thing.path))
 
 
 def _lies(thing: Laid) -> bool:
-    """Whether the very thing is there, and of root's or our own making."""
+    """Whether the very thing is there, and of root's or our own making. Its time then says that somebody wants it."""
     try:
         if os.lstat(thing.path).st_uid not in (0, os.geteuid()):
             return False
+        try:
+            os.utime(thing.path)
+        except PermissionError:  # root's, in whose folder we sweep nothing either
+            pass
         if thing.links:
             return tuple(sorted((n, os.readlink(f"{thing.path}/{n}")) for n in os.listdir(thing.path))) == thing.links
         with open(thing.path, "rb") as file:
