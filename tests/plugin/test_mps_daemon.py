@@ -13,7 +13,7 @@ import pytest
 
 from gpulet.errors import NodeError
 from gpulet.node.gpu import Lost
-from gpulet.plugin import mps, mps_daemon
+from gpulet.plugin import mps, mps_control, mps_daemon
 from gpulet.plugin.config import Config, load
 from gpulet.plugin.resources import inventory
 from gpulet.plugin.sharing import Shared, Sharing
@@ -79,7 +79,7 @@ def service(site, node):
 def test_limits_of_each_replica():
     config = Config(mps=Sharing((Shared(GPU, 3),), True), mps_root="/m")
     (resource,) = inventory(facts(gpu(0), gpu(4, memory=0), gpu(5, memory=(10 << 30) + 1)), config).resources
-    assert mps_daemon.plan(resource).commands == (
+    assert mps_control.plan(resource).commands == (
         "set_default_device_pinned_mem_limit 0 27306M",
         "set_default_device_pinned_mem_limit 5 3413M",
         "set_default_active_thread_percentage 33",
@@ -91,8 +91,8 @@ def test_only_some_gpus_shared():
     resources = inventory(facts(3), Config(mps=sharing, mps_root="/m")).resources
     shared = [resource for resource in resources if mps.shared(resource, Config(mps=sharing, mps_root="/m"))]
     assert [resource.name for resource in shared] == [f"{GPU}.shared"]
-    assert mps_daemon.plan(shared[0]).uuids == (gpu_uuid(1),)
-    assert mps_daemon.plan(shared[0]).commands[-1] == "set_default_active_thread_percentage 25"
+    assert mps_control.plan(shared[0]).uuids == (gpu_uuid(1),)
+    assert mps_control.plan(shared[0]).commands[-1] == "set_default_active_thread_percentage 25"
 
 
 def test_started_told_and_ended(site):
@@ -159,7 +159,7 @@ def test_what_cannot_be_started_is_no_readiness(site):
 
 
 def test_a_program_that_hangs(site, monkeypatch):
-    monkeypatch.setattr(mps_daemon, "TIMEOUT", 0.2)
+    monkeypatch.setattr(mps_control, "TIMEOUT", 0.2)
     (site / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(NodeError, match="timed out"):
         service(site, facts(1)).follow()
@@ -267,3 +267,49 @@ def test_one_resources_trouble_is_not_the_others(site):
     assert list(running.controls) == ["nvidia.com/small"]
     assert not (site / "mps" / ".ready").exists()
     running.stop()
+
+
+def test_a_lost_gpu_does_not_keep_the_daemon_from_being_started_for_the_others(site, caplog):
+    node = [facts(3)]
+    running = mps_daemon.Service(lambda: load(words(site), {}), lambda config: node[0])
+    running.follow()
+    node[0] = facts(gpu(0), gpu(2), lost=(Lost(1, "GPU is lost (NVML 15)"),))
+    (site / "mps" / GPU / "pipe" / "control").write_text("dead")
+    (site / "log").write_text("")
+    for _ in range(3):
+        running.follow()
+    assert told(site) == [
+        *(f"smi -i {gpu_uuid(n)} -c EXCLUSIVE_PROCESS" for n in (0, 2)),
+        "start 2",
+        *(f"set_default_device_pinned_mem_limit {n} 27306M" for n in (0, 2)),
+        "set_default_active_thread_percentage 33",
+    ]
+    assert caplog.text.count(f"without one GPU for now: GPU {gpu_uuid(1)} doesn't answer") == 1
+    assert (site / "mps" / ".ready").exists()
+    node[0] = facts(3)
+    (site / "log").write_text("")
+    for _ in range(2):
+        running.follow()
+    assert told(site) == [
+        f"smi -i {gpu_uuid(1)} -c EXCLUSIVE_PROCESS",
+        "set_default_device_pinned_mem_limit 1 27306M",
+    ]
+    running.stop()
+
+
+def test_a_gpu_whose_mode_cannot_be_set_is_left_for_later(site, caplog):
+    refuse = f'case "$*" in *{gpu_uuid(0)}*) echo reset required >&2; exit 15;; esac\n'
+    program = site / "bin" / "nvidia-smi"
+    well = program.read_text()
+    program.write_text(well + refuse)
+    running = service(site, facts(2))
+    for _ in range(3):
+        running.follow()
+    assert "set_default_device_pinned_mem_limit 0 27306M" not in told(site)
+    assert caplog.text.count("reset required") == 1
+    program.write_text(well)
+    running.follow()
+    assert told(site)[-1] == "set_default_device_pinned_mem_limit 0 27306M"
+    program.write_text(well + refuse)
+    running.stop()
+    assert f"smi -i {gpu_uuid(1)} -c DEFAULT" in told(site)

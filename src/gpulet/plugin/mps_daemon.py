@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from gpulet import linux
 from gpulet.errors import GpuletError, NodeError, UsageError
@@ -26,118 +23,12 @@ from gpulet.node.gpu import NodeFacts
 from gpulet.plugin import mps
 from gpulet.plugin.config import Config
 from gpulet.plugin.generation import with_lost
-from gpulet.plugin.resources import Resource, inventory
+from gpulet.plugin.mps_control import Control, Plan, plan, remove
+from gpulet.plugin.resources import inventory
 
 log = logging.getLogger(__name__)
 
 PROGRAM = "mps-control-daemon"
-TIMEOUT = 30.0  # seconds for any one process that we start: a hung one must not stop the others
-SELINUX, LABEL = "/sys/fs/selinux", b"system_u:object_r:container_file_t:s0\0"  # containers may use the pipe
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one resource's control daemon is to be. uuids: its GPUs; commands: what it is told once it runs."""
-
-    resource: str
-    uuids: tuple[str, ...]
-    commands: tuple[str, ...]
-
-
-def plan(resource: Resource) -> Plan:
-    """The plan for a shared resource.
-
-    Each replica may pin its part of a GPU's memory, in whole MiB, and use its part of the threads, in whole percent.
-    The memory's limit goes by index: by UUID the control daemon takes it and doesn't apply it.
-    """
-    gpus = {device.base: device for device in resource.devices}
-    commands = [
-        f"set_default_device_pinned_mem_limit {device.index} {(device.memory // device.replicas) >> 20}M"
-        for device in gpus.values()
-        if device.memory
-    ]
-    commands.append(f"set_default_active_thread_percentage {100 * len(gpus) // len(resource.devices)}")
-    return Plan(resource.name, tuple(gpus), tuple(commands))
-
-
-class Control:
-    """One resource's control daemon."""
-
-    def __init__(self, plan: Plan, config: Config) -> None:
-        self.plan, self.config = plan, config
-        self.environ = mps.environment(plan.resource, config)
-        self.pipe = self.environ["CUDA_MPS_PIPE_DIRECTORY"]
-        self.log = self.environ["CUDA_MPS_LOG_DIRECTORY"]
-        self.started = os.path.join(os.path.dirname(self.pipe), ".started")
-        self._read = 0  # how much of control.log has been passed on
-
-    def start(self) -> None:
-        """Run it, unless it already does, and set the limits. Raises NodeError."""
-        self._compute_mode("EXCLUSIVE_PROCESS")
-        for folder in (self.pipe, self.log):
-            os.makedirs(folder, 0o755, exist_ok=True)
-        if os.path.isdir(SELINUX):
-            os.setxattr(self.pipe, "security.selinux", LABEL)
-        if self.problem():
-            self._run(mps.PROGRAM, "-d")
-        for command in self.plan.commands:
-            self._run(mps.PROGRAM, told=command)
-        with open(self.started, "w", encoding="ascii"):
-            pass
-        log.info("MPS daemon of %s runs: %s", self.plan.resource, "; ".join(self.plan.commands))
-
-    def problem(self) -> str:
-        """ "" where the daemon answers, else why we think that it doesn't run."""
-        if not os.path.exists(os.path.join(self.pipe, "control")):  # the daemon makes it first of all
-            return f"no control file in {self.pipe}"
-        try:
-            self._run(mps.PROGRAM, told=mps.QUESTION)
-        except NodeError as error:
-            return str(error)
-        return ""
-
-    def stop(self) -> None:
-        """End it and give the GPUs back to everybody; goes on where a step fails, since the next ones still help."""
-        for step in (lambda: self._run(mps.PROGRAM, told="quit"), lambda: self._compute_mode("DEFAULT")):
-            try:
-                step()
-            except NodeError as error:
-                log.warning("%s", error)
-        for path in (self.started, os.path.join(self.pipe, "control")):
-            _remove(path)
-        self.pass_on_log()
-        shutil.rmtree(self.log, ignore_errors=True)
-
-    def pass_on_log(self) -> None:
-        """What the daemon has written since the last time, into our log."""
-        try:
-            with open(os.path.join(self.log, "control.log"), encoding="utf-8", errors="replace") as stream:
-                stream.seek(self._read)
-                for line in stream.read().splitlines():
-                    log.info("%s: %s", self.plan.resource, line)
-                self._read = stream.tell()
-        except OSError:
-            pass  # nothing written yet
-
-    def _compute_mode(self, mode: str) -> None:
-        for uuid in self.plan.uuids:
-            self._run("nvidia-smi", "-i", uuid, "-c", mode)
-
-    def _run(self, name: str, *words: str, told: str = "") -> str:
-        program, where = mps.find_program(name, self.config)
-        if program is None:
-            raise NodeError(f"{name} is neither in {where}", remedy="look at --driver-root")
-        about = f"{name} {' '.join(words) or repr(told)}"
-        try:
-            done = subprocess.run(
-                [program, *words], env=self.environ, input=told.encode(), capture_output=True, timeout=TIMEOUT
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NodeError(f"{about} of {self.plan.resource} failed", seen=error) from error
-        if done.returncode:
-            said = b" ".join((done.stderr or done.stdout).split()).decode(errors="replace")
-            raise NodeError(f"{about} of {self.plan.resource} ended with {done.returncode}", seen=said or None)
-        return done.stdout.decode(errors="replace")
 
 
 class Service:
@@ -148,6 +39,7 @@ class Service:
         self.controls: dict[str, Control] = {}
         self._ready = ""
         self._facts: NodeFacts | None = None
+        self._lost: frozenset[str] = frozenset()
 
     def follow(self) -> None:
         """One look at everything. Raises GpuletError, for a configuration or node that can't be used; what runs goes
@@ -165,7 +57,7 @@ class Service:
             except (NodeError, OSError) as error:  # the others' clients have nothing to do with it
                 problems.append(error)
         if problems:
-            _remove(self._ready)
+            remove(self._ready)
             for problem in problems[1:]:
                 log.error("%s", problem)
             raise problems[0]
@@ -177,7 +69,9 @@ class Service:
         if not config.mps_active:
             return {}
         # a lost GPU stays in its plan: another plan means an end of the daemon, and of its clients on all other GPUs
-        self._facts = with_lost(self._look(config), self._facts)
+        looked = self._look(config)
+        self._facts = with_lost(looked, self._facts)
+        self._lost = frozenset(gpu.uuid for gpu in self._facts.gpus) - {gpu.uuid for gpu in looked.gpus}
         offered = inventory(self._facts, config)
         mps.check(offered.resources)
         return {one.name: plan(one) for one in offered.resources if mps.shared(one, config)}
@@ -186,18 +80,20 @@ class Service:
         control = self.controls.get(name)
         if control is None:
             control = Control(new, config)
-            control.start()
+            control.start(self._lost)
             self.controls[name] = control
         elif problem := control.problem():
             log.error("the MPS daemon of %s has died, starting it again: %s", name, problem)
-            _remove(control.started)
-            control.start()
+            remove(control.started)
+            control.start(self._lost)
+        else:
+            control.catch_up(self._lost)
         control.pass_on_log()
 
     def stop(self) -> None:
         """End all of them."""
         if self._ready:
-            _remove(self._ready)
+            remove(self._ready)
         for name in list(self.controls):
             self.controls.pop(name).stop()
 
@@ -219,13 +115,6 @@ def memory_kib(path: str = "/proc/meminfo") -> int:
             return next(int(line.split()[1]) for line in stream if line.startswith("MemTotal:"))
     except (OSError, StopIteration, ValueError):
         return 0
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError:
-        pass
 
 
 def run(words: Sequence[str], load: Callable[[], Config], look: Callable[[Config], NodeFacts]) -> int:
