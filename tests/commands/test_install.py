@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ def test_writes_launchers_and_links(tmp_path: Path) -> None:
     for program, (_module, peer) in (PROGRAMS | LASTING).items():
         assert (tmp_path / "bin" / program).is_file()
         assert (tmp_path / "bin" / peer).readlink() == Path(program)
+    for companion, text in (("mps-control-daemon", "--mps-root"), ("config-manager", "--config-file-srcdir")):
+        done = subprocess.run([tmp_path / "bin" / companion, "--help"], capture_output=True, text=True)
+        assert done.stdout.startswith(f"usage: {companion} ") and text in done.stdout
 
 
 def test_a_peers_file_in_the_way_stops_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpulet.engines.launchers import LASTING, PROGRAMS, write_launchers
+from gpulet.engines.launchers import COMPANIONS, LASTING, PROGRAMS, write_launchers
 from gpulet.errors import ConfigError, UsageError
 
 
@@ -23,7 +23,8 @@ def command(
     if prefix == Path():
         raise UsageError("--prefix", seen="nothing", wanted="a folder, such as /usr/local")
     folder = prefix.absolute() / "bin"
-    links = {folder / peer: program for program, peer in programs.items()} if peer_names else {}
+    names = {peer: program for program, peer in programs.items()} | COMPANIONS
+    links = {folder / name: program for name, program in names.items()} if peer_names else {}
     for link in links:  # looked at before anything is written
         if link.exists() and not link.is_symlink():
             raise ConfigError(

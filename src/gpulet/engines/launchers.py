@@ -30,6 +30,9 @@ PROGRAMS = {
 # programs that live long and load libraries as usual: only their interpreter is fixed
 LASTING = {"gpulet-device-plugin": ("gpulet.plugin.entry", "nvidia-device-plugin")}
 
+# the peer's programs that one of ours is when it is called by their name
+COMPANIONS = {"mps-control-daemon": "gpulet-device-plugin", "config-manager": "gpulet-device-plugin"}
+
 # Linux reads at most 256 bytes of a "#!" line, the newline included (BINPRM_BUF_SIZE, linux/binfmts.h)
 SHEBANG_LIMIT = 255
 
