@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gpulet.launch import log
 from gpulet.launch.log import Log, text_line
+from gpulet.request.bundle import Container
+from gpulet.request.decide import Decision, decide
+from gpulet.request.policy import Ledger
+from gpulet.settings import Settings
+from support.containers import config, container, pod
+from support.machine import Machine
 
 
 @pytest.mark.parametrize(
@@ -55,3 +69,76 @@ def test_a_sink_that_cannot_be_written_stops_nothing(tmp_path: Path, capsys: pyt
     log.error("no GPU")
     assert "no GPU" in (tmp_path / "log").read_text()
     assert "level=error" in capsys.readouterr().err
+
+
+# -- the system's log
+
+
+@pytest.fixture
+def system_log() -> Iterator[socket.socket]:
+    """A socket such as syslogd listens at."""
+    folder = tempfile.mkdtemp(prefix="gp")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
+        one.bind(f"{folder}/log")
+        one.settimeout(10)
+        yield one
+    shutil.rmtree(folder)
+
+
+def denied(*env: str) -> tuple[Container, Decision]:
+    one = container(*env, annotations=pod())
+    return one, decide(one, Settings(policy_grants="kubelet"), Ledger("/ledger"))
+
+
+def test_who_is_denied_stands_in_the_system_log(system_log: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "SYSTEM_LOG", system_log.getsockname())
+    log.tell_denied("gpulet-runtime", *denied("NVIDIA_VISIBLE_DEVICES=all"))
+    record = system_log.recv(9999).decode()
+    assert re.fullmatch(
+        rf"<28>[A-Z][a-z]{{2}} [ \d]\d \d\d:\d\d:\d\d gpulet-runtime\[{os.getpid()}\]: no GPU for a container "
+        r'pod=default/two container=main reason="asked for all by NVIDIA_VISIBLE_DEVICES but the kubelet allocated '
+        r'no GPU to it"',
+        record,
+    )
+
+
+def test_no_container_writes_records_of_its_own(system_log: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "SYSTEM_LOG", system_log.getsockname())
+    log.tell_denied("gpulet-runtime", *denied("NVIDIA_VISIBLE_DEVICES=0\n<0>kernel: panic," + "x" * 100_000))
+    record = system_log.recv(200_000).decode()
+    assert "\n" not in record
+    assert len(record) <= 2048
+
+
+def test_a_log_that_takes_nothing_delays_nobody(system_log: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = denied("NVIDIA_VISIBLE_DEVICES=all")
+    monkeypatch.setattr(log, "SYSTEM_LOG", "/nowhere/log")
+    log.tell_denied("gpulet-runtime", *one)
+    monkeypatch.setattr(log, "SYSTEM_LOG", system_log.getsockname())
+    for _ in range(2000):  # more than its queue holds; nobody reads it
+        log.tell_denied("gpulet-runtime", *one)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("program", ["gpulet-runtime", "gpulet-hook"])
+def test_the_programs_tell_it_where_no_log_is_configured(
+    tmp_path: Path, system_log: socket.socket, program: str
+) -> None:
+    machine = Machine(tmp_path)
+    machine.config_file.write_text(
+        f"[nvidia-container-runtime]\nruntimes = ['{machine.low}']\n"
+        f"[gpulet]\nstate-dir = '{tmp_path}/state'\n"
+        f"[gpulet.policy]\ngrants = 'kubelet'\ncheckpoint = '{tmp_path}/none'\n"
+    )
+    machine.make(config("NVIDIA_VISIBLE_DEVICES=all", annotations=pod()))
+    with_log = 'mount -t tmpfs none /dev && ln -s "$0" /dev/log && exec "$@"'
+    arguments = ["create", "--bundle", str(machine.bundle), "x"] if program == "gpulet-runtime" else ["prestart"]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", with_log, system_log.getsockname(), f"{tmp_path}/bin/{program}", *arguments],
+        input=json.dumps({"pid": 1, "bundle": str(machine.bundle)}), capture_output=True, text=True, timeout=60,
+        env={"PATH": os.environ["PATH"], "GPULET_CONFIG": str(machine.config_file)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = system_log.recv(9999).decode()
+    assert f" {program}[" in record
+    assert "can't be read" in record

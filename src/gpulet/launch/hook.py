@@ -68,6 +68,10 @@ def prestart(settings: Settings, debug: bool = False) -> int:
         if rule.level == "warning":
             print(f"{rule.name}: {rule.input} ({rule.where}): {rule.outcome}", file=sys.stderr)
     if not decision.request:
+        if decision.denied():
+            from gpulet.launch.log import tell_denied
+
+            tell_denied("gpulet-hook", container, decision)
         return 0
     if decision.mode != "legacy" and not settings.skip_mode_detection:
         raise RequestError(

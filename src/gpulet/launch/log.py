@@ -1,4 +1,5 @@
-"""The logs of the programs in launch/: the configured file and, for errors, the engine's `--log`, in its format.
+"""The logs of the programs in launch/: the configured file and, for errors, the engine's `--log`, in its format. A
+container that is denied its GPUs is no error, and the configured file is none by default: the system's log is told.
 
 Docker and containerd show what stands in the `--log` file when a container can't be created. Nothing is opened before
 there is something to write. Text as logrus writes it: time="..." level=error msg="..."; JSON: one object a line.
@@ -15,7 +16,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from gpulet.request.bundle import Container
+    from gpulet.request.decide import Decision
+
 LEVELS = ("panic", "fatal", "error", "warning", "info", "debug", "trace")
+SYSTEM_LOG = "/dev/log"  # where syslog(3) sends to; systemd's journal reads it too
+_DAEMON_WARNING = 3 << 3 | 4  # RFC 3164, section 4.1.1: facility and severity
+_MOST = 2048  # bytes of a record there
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._/@^+")
 
 
@@ -66,6 +73,27 @@ def _quoted(text: str) -> str:
     if text and _BARE.issuperset(text):
         return text
     return codec.dumps(text).decode()
+
+
+def tell_denied(program: str, container: Container, decision: Decision) -> None:
+    """Tells the system's log of a container that starts without the GPUs that it asks for. Waits for nobody: where no
+    log takes it at once, it is lost."""
+    import time
+    from _socket import AF_UNIX, SOCK_DGRAM, socket  # the module around it takes 8 ms
+
+    pod = f"{container.pod_namespace}/{container.pod_name}" if container.pod_name else "unknown"
+    fields = f"pod={_quoted(pod)} container={_quoted(container.name)} reason={_quoted(decision.request.reason)}"
+    tag = f"<{_DAEMON_WARNING}>{time.strftime('%b %e %H:%M:%S')} {program}[{os.getpid()}]: "
+    record = f"{tag}no GPU for a container {fields}".encode(errors="backslashreplace")[:_MOST]
+    try:
+        one = socket(AF_UNIX, SOCK_DGRAM)
+        try:
+            one.setblocking(False)
+            one.sendto(record, SYSTEM_LOG)
+        finally:
+            one.close()
+    except OSError:
+        pass
 
 
 def now() -> str:

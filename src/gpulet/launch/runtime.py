@@ -84,6 +84,10 @@ def create(call: calls.Call, settings: Settings) -> None:
         from gpulet.injection import tally
 
         tally.add(settings.state_dir, bundle.decision.mode, result, times[-1] - times[0])
+    if result == "denied":
+        from gpulet.launch.log import tell_denied
+
+        tell_denied("gpulet-runtime", bundle.container, bundle.decision)
     if settings.debug in ("", "/dev/null"):
         return
     spent = zip(("decide", "plan", "prepare", "write"), times, times[1:], strict=False)
@@ -94,8 +98,7 @@ def _result(bundle: Bundle) -> str:
     """What became of the container's wish for GPUs, as tally.py names it; "" where it had none."""
     if bundle.decision.request:
         return "ok"
-    denied = any(rule.name == "policy" and rule.level == "warning" for rule in bundle.decision.trace)
-    return "denied" if denied else ""
+    return "denied" if bundle.decision.denied() else ""
 
 
 def _count_failure(call: calls.Call, settings: Settings, result: str, began: float) -> None:

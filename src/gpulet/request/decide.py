@@ -35,6 +35,10 @@ class Decision(Value):
     trace: tuple[Rule, ...]
     mode: str
 
+    def denied(self) -> bool:
+        """Whether the policy keeps from the container what it asks for, or what it was given can't be read."""
+        return any(rule.name == "policy" and rule.level == "warning" for rule in self.trace)
+
 
 def needs_ledger(container: Container, settings: Settings) -> bool:
     """Whether `decide` will look at the kubelet's ledger."""
