@@ -176,7 +176,7 @@ def transform_root(
 
 
 def _read(source: str) -> dict[str, Any]:
-    if source != "-":
+    if source not in ("", "-"):
         return read_spec(source)
     try:
         spec: dict[str, Any] = parse(sys.stdin.buffer.read())

@@ -28,7 +28,8 @@ def explain(name: str, engine: str = "", folders: tuple[str, ...] = ()) -> dict[
     else:
         problems = [*found, *_near(name, registry), *_elsewhere(name, scanned)]
     ok = bool(registry.source(name)) and not problems
-    verdict = f"{name} can be used: {registry.source(name)} defines it" if ok else f"{name} can't be used"
+    shown = name if name.strip() == name and name.isprintable() else repr(name)
+    verdict = f"{shown} can be used: {registry.source(name)} defines it" if ok else f"{shown} can't be used"
     return {"ok": ok, "name": name, "folders": list(scanned), "lines": [*lines, *problems, verdict]}
 
 
@@ -101,7 +102,7 @@ def _near(name: str, registry: Registry) -> list[str]:
     kinds = sorted({file.kind for file in registry.specs})
     lines = [f"near it: {', '.join(near)}"] if near else []
     lines += [f"another kind has that device: {', '.join(others)}"] if others else []
-    if kind not in kinds:
+    if kind not in kinds and cdi_rules.is_qualified(name):
         lines.append(f"no file defines kind {kind}" + (f", there are {', '.join(kinds)}" if kinds else ""))
     return lines
 

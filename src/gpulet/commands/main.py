@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
 import typer
 
-from gpulet.errors import GpuletError
+from gpulet.errors import GpuletError, UsageError
 from gpulet.version import __version__
 
 # command -> (module, one line of help). A module has either `command`, a function, or `app`, a group of commands.
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     words = sys.argv[1:] if argv is None else argv
     try:
+        _refuse_empty(words)
         result = build(words)(args=words, prog_name="gpulet", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except typer.Exit as error:
@@ -84,6 +86,14 @@ def main(argv: list[str] | None = None) -> int:
         if "GPULET_DEBUG" in os.environ:
             raise
         return _fail(f"internal error: {type(error).__name__}: {error}; please report it, with GPULET_DEBUG=1 set", 1)
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """An empty argument is a variable that somebody's script lacks; as a folder it would be the current one. After an
+    option it may be the option's value, which then counts as not given."""
+    for before, word in zip(("", *words), words, strict=False):
+        if not word.strip() and not before.startswith("-"):
+            raise UsageError("an empty argument", seen=shlex.join(("gpulet", *words)), wanted="a name, path or text")
 
 
 def _fail(line: str, code: int) -> int:

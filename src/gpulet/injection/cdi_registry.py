@@ -103,7 +103,7 @@ class Registry:
     def __init__(self, folders: Sequence[str] = DEFAULT_FOLDERS, *, keep: str = "") -> None:
         """keep: a folder in which specs in YAML are kept as JSON, keyed by their file; "" for none."""
         self._keep = keep
-        self.folders = tuple(os.path.normpath(folder) for folder in folders or DEFAULT_FOLDERS)
+        self.folders = tuple(os.path.normpath(folder) for folder in folders or DEFAULT_FOLDERS if folder)
         self._loaded = False
         self._specs: list[SpecFile] = []
         self._errors: dict[str, CdiError] = {}
