@@ -1,8 +1,8 @@
-"""Imports without what they would take along for nothing.
+"""Imports without what they would take along for nothing, in a daemon that should stay small on every node.
 
-asyncio and prometheus-client load OpenSSL wherever Python has it (ssl, and _hashlib by way of urllib): 7 MB of a daemon
-that should stay small on every node, for connections that nobody makes through them. Only apiserver.py speaks TLS, and
-loads it when it does.
+asyncio and prometheus-client load OpenSSL wherever Python has it (ssl, and _hashlib by way of urllib): 7 MB, for
+connections that nobody makes through them. Only apiserver.py speaks TLS, and loads it when it does. prometheus-client
+also brings HTTP servers and clients of its own, 3 MB, where endpoint.py answers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
+SERVING = ("http.server", "socketserver", "wsgiref.simple_server", "urllib.request", "urllib.error")
 # Modules of the standard library that keep what `import ssl` gave them: later importers must get them anew.
-_MARKED = ("hashlib", "http.client", "http.server", "urllib.request", "wsgiref.simple_server", "socketserver")
+_MARKED = ("hashlib", "http.client", *SERVING)
 
 
-class _NoTls(ModuleType):
-    """In ssl's place: every name is a class without meaning, enough for annotations and default values."""
+class _Nothing(ModuleType):
+    """In a module's place: every name is a class without meaning, enough for annotations, defaults and base classes."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -26,22 +27,22 @@ class _NoTls(ModuleType):
 
 
 @contextlib.contextmanager
-def without_tls() -> Iterator[None]:
-    """What is imported here does without OpenSSL, unless that is loaded already."""
-    if "ssl" in sys.modules:
-        yield
-        return
+def without_tls(*more: str) -> Iterator[None]:
+    """What is imported here does without OpenSSL and these modules, unless they are loaded already."""
+    hidden = [name for name in ("ssl", *more) if name not in sys.modules]
     before = set(sys.modules)
-    sys.modules["ssl"] = _NoTls("ssl")
-    hidden = "_hashlib" not in sys.modules
-    if hidden:
+    for name in hidden:
+        sys.modules[name] = _Nothing(name)
+    own_hashes = "_hashlib" not in sys.modules and "ssl" in hidden
+    if own_hashes:
         sys.modules["_hashlib"] = None  # type: ignore[assignment]  # hashlib has its own functions too
     try:
         yield
     finally:
-        del sys.modules["ssl"]
-        if hidden:
+        for name in hidden:
+            del sys.modules[name]
+        if own_hashes:
             del sys.modules["_hashlib"]
-        for name in _MARKED:
+        for name in _MARKED if "ssl" in hidden else ():
             if name not in before:
                 sys.modules.pop(name, None)

@@ -20,10 +20,10 @@ from gpulet.plugin.config import Config
 from gpulet.plugin.health import Notice, XidSeen
 from gpulet.plugin.holders import Holder
 from gpulet.plugin.kubelet import Identity
-from gpulet.plugin.lean import without_tls
+from gpulet.plugin.lean import SERVING, without_tls
 from gpulet.plugin.xid import CATALOGUE
 
-with without_tls():
+with without_tls(*SERVING):
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
     from gpulet.plugin.injections import Injections
