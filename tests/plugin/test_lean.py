@@ -43,3 +43,30 @@ assert before == (sys.modules["http.server"], sys.modules["ssl"])
 print(metrics.Metrics().registry is not None)
 """
     assert said(code) == "True"
+
+
+def test_threads_share_one_heap():
+    """malloc_info(3) lists the heaps; each thread's allocations beyond Python's own are the C library's."""
+    code = """
+import ctypes, sys, threading
+from gpulet.plugin.lean import one_arena
+if len(sys.argv) > 1:
+    one_arena()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+begun = threading.Barrier(4)
+def work():
+    kept = bytearray(10_000)
+    begun.wait()
+threads = [threading.Thread(target=work) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+stream = ctypes.c_void_p(libc.fdopen(1, b"w"))
+libc.malloc_info(0, stream)
+libc.fflush(stream)
+"""
+    heaps = [
+        subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
+        for words in ([], ["one"])
+    ]
+    assert [text.count("<heap nr=") > 1 for text in heaps] == [True, False]

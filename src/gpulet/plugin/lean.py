@@ -26,6 +26,16 @@ class _Nothing(ModuleType):
         return type(name, (), {})
 
 
+def one_arena() -> None:
+    """Have glibc keep one heap for all threads to come, as M_ARENA_MAX of mallopt(3): theirs would each keep what was
+    once needed for a list of thousands of devices, and under Python's lock they don't allocate at the same time."""
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library has none
+    if mallopt:
+        mallopt(-8, 1)
+
+
 @contextlib.contextmanager
 def without_tls(*more: str) -> Iterator[None]:
     """What is imported here does without OpenSSL and these modules, unless they are loaded already."""

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpulet.plugin.lean import without_tls
+from gpulet.plugin.lean import one_arena, without_tls
 
 with without_tls():
     import asyncio
@@ -121,6 +121,7 @@ def _mps(words: list[str], look: Callable[[Config], NodeFacts]) -> int:
 
 
 async def _run(words: Sequence[str], config: Config, look: Callable[[Config], NodeFacts]) -> None:
+    one_arena()
     metrics, events = None, _events(config)
     if config.metrics_address:
         from gpulet.plugin.endpoint import Endpoint
