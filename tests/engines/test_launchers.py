@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulet.engines.launchers import LASTING, PROGRAMS, first_lines, write_launchers
+from gpulet.engines.launchers import LASTING, PROGRAMS, first_lines, lasting_text, write_launchers
 from gpulet.version import __version__
 
 
@@ -57,3 +57,21 @@ def test_a_hardened_umask(tmp_path: Path) -> None:
         os.umask(before)
     assert (tmp_path / "bin").stat().st_mode & 0o777 == 0o755
     assert all(path.stat().st_mode & 0o777 == 0o755 for path in written.values())
+
+
+WAITS = "import sys, time\ntime.sleep(0.2)\nprint(sys.argv[1:], sys.flags.isolated)\n"
+
+
+@pytest.mark.parametrize("name", ["python", "py thon", "it's"])
+def test_a_reload_asked_for_while_the_plugins_interpreter_starts_ends_nothing(tmp_path: Path, name: str) -> None:
+    """As early as a config-manager can know the process: when its command line is the program's."""
+    interpreter = tmp_path / name
+    interpreter.symlink_to(sys.executable)
+    program = tmp_path / "program"
+    program.write_text(lasting_text("any", str(interpreter)).partition("import sys")[0] + WAITS)
+    program.chmod(0o755)
+    process = subprocess.Popen([program, "a b"], stdout=subprocess.PIPE, text=True)
+    while Path(f"/proc/{process.pid}/cmdline").read_bytes().partition(b"\0")[0] != os.fsencode(interpreter):
+        assert process.poll() is None
+    process.send_signal(1)
+    assert process.communicate(timeout=10)[0] == "['a b'] 1\n"

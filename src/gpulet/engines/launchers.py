@@ -42,9 +42,13 @@ def first_lines(interpreter: str, flags: str) -> str:
     shebang = f"#!{interpreter} {flags}"
     if len(shebang.encode()) <= SHEBANG_LIMIT and not set(interpreter) & set(" \t\n'\""):
         return shebang + "\n"
-    # to the shell this is a command, and to Python, which reads the same file, a string
-    command = f'exec\' {shlex.quote(interpreter)} {flags} "$0" "$@"'
-    return f"#!/bin/sh\n'''{command}\n' '''\n"
+    return _by_shell(f'exec\' {shlex.quote(interpreter)} {flags} "$0" "$@"')
+
+
+def _by_shell(commands: str) -> str:
+    """Lines that are commands to the shell, and to Python, which reads the same file, a string. The first word of the
+    commands has a "'" after it."""
+    return f"#!/bin/sh\n'''{commands}\n' '''\n"
 
 
 def launcher_text(module: str, interpreter: str = sys.executable, modules: tuple[Path, int] | None = None) -> str:
@@ -78,8 +82,10 @@ def _from_pack(path: Path, length: int) -> str:
 
 
 def lasting_text(module: str, interpreter: str = sys.executable) -> str:
-    """The text for a program that lives long: isolated from the caller's environment, with `site`."""
-    return f"{first_lines(interpreter, '-I')}import sys\nfrom {module} import main\nsys.exit(main())\n"
+    """The text for a program that lives long: isolated from the caller's environment, with `site`. A SIGHUP, which
+    would end the interpreter while it starts, is ignored until the program heeds it: it reads its settings later."""
+    start = _by_shell(f'trap\' \'\' HUP\nexec {shlex.quote(interpreter)} -I "$0" "$@"')
+    return f"{start}import sys\nfrom {module} import main\nsys.exit(main())\n"
 
 
 def write_launchers(folder: Path) -> dict[str, Path]:
