@@ -163,6 +163,17 @@ def test_a_driver_whose_parts_do_not_fit(tmp_path, caplog):
     assert len(told.texts("DriverMismatch")) == 2
 
 
+def test_a_comparison_that_fails_ends_nothing(folder, kubelet, caplog, monkeypatch):
+    monkeypatch.setattr("gpulet.plugin.drift.driver_versions", lambda root: 1 // 0)
+    node, told = Node(facts(1)), Told()
+    with plugin.running(folder, node.look, refresh_every=0.05, report=told):
+        plugin.until(lambda: "can't be compared with the node: integer division" in caplog.text)
+        node.now = facts(2)
+        kubelet.wait_for(GPU, 2)
+    assert caplog.text.count("can't be compared") == 1
+    assert told.notices == []
+
+
 def test_an_event_about_a_pod_is_beside_the_pod():
     lost = AccessLost(Holder("", "u-1", "main", GPU, gpu_uuid(0)), gpu_uuid(0), "/dev/nvidia0")
     named = Holder("team", "trainer", "main", GPU, gpu_uuid(0))

@@ -129,7 +129,11 @@ class Daemon:
             self.wellness.hear(NvmlState(str(error), user="facts"))
         except Exception as error:
             self.news.trouble("node", f"the last generation stays: {error}", error)
-        await asyncio.to_thread(self.news.drifted, config, self.generation, self.looked)
+        try:
+            await asyncio.to_thread(self.news.drifted, config, self.generation, self.looked)
+            self.news.trouble("comparison", "")
+        except Exception as error:
+            self.news.trouble("comparison", f"driver and CDI specs can't be compared with the node: {error}", error)
         return config
 
     def _read_again(self, config: Config) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+REJECTED = {"configuration": "ConfigRejected", "node": "NodeChangeRejected"}
+
 
 class News:
     """Tells it. report: where Events go."""
@@ -65,16 +67,15 @@ class News:
         return bool(text) and text != before
 
     def trouble(self, what: str, text: str, error: BaseException | None = None) -> None:
-        """What of "node" or "configuration" can't be taken over; "" where there is none any more. With the trace of an
-        error that nobody expected."""
+        """What of "node" or "configuration" can't be taken over, or another thing that can't be done; "" where there is
+        none any more. With the trace of an error that nobody expected."""
         if what == "node" and not text and self._last.get(what):
             log.info("the node can be looked at again")
         if self._is_new(what, text):
             strange = error is not None and not isinstance(error, GpuletError | OSError)
             log.error("%s", text, exc_info=error if strange else None)
-            if error is not None:
-                kind = "ConfigRejected" if what == "configuration" else "NodeChangeRejected"
-                self._event(Notice(kind, "", str(error)))
+            if error is not None and what in REJECTED:
+                self._event(Notice(REJECTED[what], "", str(error)))
 
     def adopted(self, new: Generation, before: Generation | None) -> None:
         """Another generation is in force."""
