@@ -100,6 +100,15 @@ def test_topology_that_nobody_asks_for(folder, kubelet, words):
     assert told.texts("AllocationFallback") == []
 
 
+def test_the_links_of_a_lost_gpu_concern_nobody(folder, kubelet):
+    told, node = Told(), Node(facts(3))
+    with plugin.running(folder, node.look, refresh_every=0.05, report=told) as running:
+        kubelet.wait_for(GPU, 3)
+        node.now = facts(*facts(gpu(0), gpu(2)).gpus, lost=(Lost(1, "GPU is lost"),))
+        plugin.until(lambda: running.daemon.generation.kept == (gpu_uuid(1),))
+    assert told.texts("AllocationFallback") == []
+
+
 def test_mig_layouts(folder, kubelet):
     told, node = Told(), Node(facts(mig_gpu(0, "1g.10gb", "2g.20gb"), mig_gpu(1, "1g.10gb"), lost=(Lost(2, "gone"),)))
     with plugin.running(folder, node.look, "--mig-strategy=single", refresh_every=0.05, report=told):

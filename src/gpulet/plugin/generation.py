@@ -61,7 +61,7 @@ def with_lost(facts: NodeFacts, before: NodeFacts | None) -> NodeFacts:
 
 def generation(config: Config, facts: NodeFacts, publish: Publish, before: NodeFacts | None = None) -> Generation:
     """One generation, worked out; writes the CDI specs where a strategy needs them. Raises GpuletError."""
-    answering = {gpu.uuid for gpu in facts.gpus}
+    answering = facts
     facts = with_lost(facts, before)
     offered = inventory(facts, config)
     if config.mps_active:
@@ -75,7 +75,8 @@ def generation(config: Config, facts: NodeFacts, publish: Publish, before: NodeF
     for resource in offered.resources:
         prefer = preference(resource, facts, config.allocation_policy)
         offers[resource.name] = Offer(resource, config, surroundings, prefer=prefer)
-        if apart := strangers(resource, facts):
+        if apart := strangers(resource, answering):  # nobody is given one that is lost
             notices.append(("AllocationFallback", f"{resource.name}: {apart}"))
-    kept = tuple(gpu.uuid for gpu in facts.gpus if gpu.uuid not in answering)
+    there = {gpu.uuid for gpu in answering.gpus}
+    kept = tuple(gpu.uuid for gpu in facts.gpus if gpu.uuid not in there)
     return Generation(config, facts, offers, tuple(notices), kept)
