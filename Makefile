@@ -8,6 +8,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
 # what runs the demo, and what its tests need beside
 DEMO_PACKAGES := python3-venv gcc libc6-dev runc busybox-static
 TEST_PACKAGES := $(DEMO_PACKAGES) crun podman musl musl-tools openssl uidmap util-linux
+ENGINE := $(VENV)/containerd# unpacked, not installed: the package would start its daemon
 
 .PHONY: demo test lint bench clean
 .DEFAULT_GOAL := help
@@ -23,7 +24,8 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	@scripts/packages $(TEST_PACKAGES)
-	@$(SUDO) env PATH="$$PATH" $(BIN)/python -m pytest $(TEST_ARGS)
+	@command -v containerd >/dev/null || scripts/unpacked $(ENGINE) containerd
+	@$(SUDO) env PATH="$$PATH:$(CURDIR)/$(ENGINE)/usr/bin" $(BIN)/python -m pytest $(TEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
