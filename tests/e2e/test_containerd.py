@@ -14,8 +14,8 @@ import pytest
 from gpulet.engines.launchers import write_launchers
 from gpulet.sim import node as sim
 from gpulet.sim import rootfs
+from gpulet.sim.containerd import Containerd, Pod, image_file
 from gpulet.sim.node import SimNode
-from support.cri import Containerd, Pod, image_file
 
 pytestmark = [
     pytest.mark.root,
@@ -60,8 +60,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, node: SimNode) -> Path:
 @pytest.fixture(scope="module")
 def engine(place: Path) -> Iterator[Containerd]:
     root = rootfs.create(place / "rootfs")
-    with Containerd({"runc": Path("runc"), **{n: place / f"bin/with-{n}" for n in ("env", "kubelet")}}, {}) as daemon:
-        daemon.load(image_file(place, root, ["OF_THE_IMAGE=1"]))
+    with Containerd({name: place / f"bin/with-{name}" for name in ("env", "kubelet")}) as daemon:
+        daemon.load(image_file(place, root))
         yield daemon
 
 

@@ -1,26 +1,31 @@
 """A real containerd with nothing of its own outside one folder, spoken to as the kubelet does: by CRI.
 
 Messages are dictionaries of field numbers, as k8s.io/cri-api's runtime/v1/api.proto has them: no stubs to generate.
+For tests and benchmarks; root's, and containerd, ctr and runc must be in PATH.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import tarfile
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from gpulet.errors import EngineError
 from gpulet.sim.cgroups import remove_tree
+
+Message = Mapping[int, Any]
 
 IMAGE = "localhost/probe:1"
 NODE = 2  # NamespaceMode: the host's
@@ -57,7 +62,7 @@ BinaryName = "{path}"
 START = 'mount --make-rprivate / && mount -t tmpfs tmpfs /run && exec containerd -c "$0"'
 
 
-def encode(message: dict[int, Any]) -> bytes:
+def encode(message: Message) -> bytes:
     """A protobuf message: text and bytes, numbers, messages as dictionaries, several of one field as a list."""
     return b"".join(_field(number, one) for number, value in message.items() for one in _several(value))
 
@@ -105,95 +110,94 @@ def decode(data: bytes) -> dict[int, Any]:
     return found
 
 
-def pairs(values: dict[str, str]) -> list[dict[int, Any]]:
+def pairs(values: Mapping[str, str]) -> list[Message]:
     """A map<string, string>, or a list of KeyValue."""
     return [{1: key, 2: value} for key, value in values.items()]
 
 
-def image_file(folder: Path, root: Path, env: list[str], name: str = IMAGE) -> Path:
-    """An image as `docker save` writes it, of one root file system."""
-    path = folder / "image.tar"
-    with tarfile.open(folder / "layer.tar", "w") as layer:
-        layer.add(root, ".")
+def image_file(folder: Path, root: Path, env: Sequence[str] = ()) -> Path:
+    """IMAGE as `docker save` writes it, made of a root file system. env: entries beside PATH."""
+    layer = folder / "layer.tar"
+    with tarfile.open(layer, "w") as archive:
+        archive.add(root, ".")
+    with layer.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     config = {
-        "architecture": "amd64",
+        "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine),
         "os": "linux",
-        "config": {"Env": ["PATH=/usr/bin:/bin", *env], "Cmd": ["sleep", "999"]},
+        "config": {"Env": ["PATH=/usr/bin:/bin", *env], "Cmd": ["sleep", "1000"]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
     }
-    digest = subprocess.run(
-        ["sha256sum", folder / "layer.tar"], capture_output=True, text=True, check=True
-    ).stdout.split()[0]
-    config["architecture"] = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine)
-    config |= {"rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]}}
-    manifest = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    manifest = [{"Config": "config.json", "RepoTags": [IMAGE], "Layers": [layer.name]}]
+    path = folder / "image.tar"
     with tarfile.open(path, "w") as image:
-        for file, content in (("config.json", config), ("manifest.json", manifest)):
+        for name, content in (("config.json", config), ("manifest.json", manifest)):
             data = json.dumps(content).encode()
-            info = tarfile.TarInfo(file)
+            info = tarfile.TarInfo(name)
             info.size = len(data)
             image.addfile(info, io.BytesIO(data))
-        image.add(folder / "layer.tar", "layer.tar")
+        image.add(layer, layer.name)
     return path
 
 
 class Containerd:
-    """The daemon, until the `with` block ends. runtimes: handler name -> program; env: what it has in addition."""
+    """The daemon, until the `with` block ends. runtimes: handler's name -> program; "runc" is always there."""
 
-    def __init__(self, runtimes: dict[str, Path], env: dict[str, str]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="gp"))  # short: socket paths have 107 bytes at most
+    def __init__(self, runtimes: Mapping[str, Path]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="gp"))  # short: a socket's path has 107 bytes at most
         self.group = f"gpulet-test-{secrets.token_hex(4)}"
-        self._env = env
         without = json.dumps([f"io.containerd.{name}" for name in WITHOUT])
         text = CONFIG.format(folder=self.folder, without=without, image=IMAGE)
-        text += "".join(RUNTIME.format(name=name, path=path) for name, path in runtimes.items())
+        handlers = {"runc": Path("runc"), **runtimes}
+        text += "".join(RUNTIME.format(name=name, path=path) for name, path in handlers.items())
         (self.folder / "config.toml").write_text(text)
         (self.folder / "cni").mkdir()
 
     def __enter__(self) -> Containerd:
         command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", START]
         with (self.folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command, str(self.folder / "config.toml")], stdout=log, stderr=log, env={**os.environ, **self._env}
-            )
+            self._process = subprocess.Popen([*command, str(self.folder / "config.toml")], stdout=log, stderr=log)
+        self._channel = grpc.insecure_channel(f"unix:{self.folder}/s")
         try:
-            self._channel = grpc.insecure_channel(f"unix:{self.folder}/s")
             grpc.channel_ready_future(self._channel).result(timeout=30)
         except grpc.FutureTimeoutError:
+            said = (self.folder / "log").read_text(errors="replace").splitlines()[-1:]
             self.__exit__()
-            raise RuntimeError((self.folder / "log").read_text()[-2000:]) from None
+            raise EngineError("containerd doesn't answer", seen=said) from None
         return self
 
     def __exit__(self, *_: object) -> None:
         self._channel.close()
-        self._process.send_signal(signal.SIGKILL)  # --kill-child: everything that it started ends with it
+        self._process.kill()  # --kill-child: everything that it started ends with it
         self._process.wait()
+        self._remove_groups()
+        shutil.rmtree(self.folder)
+
+    def _remove_groups(self) -> None:
+        """The control groups can go as soon as the last process in them has ended."""
         deadline = time.monotonic() + 10
         while True:
             try:
-                remove_tree(self.group)
-                break
+                return remove_tree(self.group)
             except OSError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
-        shutil.rmtree(self.folder)
 
     def load(self, image: Path) -> None:
         """Imports an image."""
-        done = subprocess.run(
-            ["ctr", "-a", f"{self.folder}/s", "-n", "k8s.io", "image", "import", str(image)],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+        command = ["ctr", "-a", f"{self.folder}/s", "-n", "k8s.io", "image", "import", str(image)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise EngineError("ctr imports no image", seen=done.stderr.strip())
 
-    def call(self, method: str, message: dict[int, Any]) -> dict[int, Any]:
+    def call(self, method: str, message: Message) -> dict[int, Any]:
         """One call of CRI's RuntimeService. Raises grpc.RpcError."""
         do = self._channel.unary_unary(f"/runtime.v1.RuntimeService/{method}")
         return decode(do(encode(message), timeout=60))
 
     def pod(self, name: str, uid: str, handler: str) -> Pod:
-        """Runs a Pod's sandbox on the host's network: no CNI is needed."""
+        """Runs a Pod's sandbox, on the host's network: no CNI is needed."""
         return Pod(self, name, uid, handler)
 
 
@@ -206,26 +210,22 @@ class Pod:
         self._config = {1: {1: name, 2: uid, 3: "default"}, 3: str(engine.folder / "logs"), 8: linux}
         self.id = engine.call("RunPodSandbox", {1: self._config, 2: handler})[1].decode()
 
-    def create(
-        self, name: str, command: list[str], env: dict[str, str], annotations: dict[str, str] | None = None
-    ) -> str:
+    def create(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> str:
         """A container that isn't started yet; its id."""
         config = {
             1: {1: name},
             2: {1: IMAGE},
-            3: command,
+            3: list(command),
             6: pairs(env),
-            10: pairs(annotations or {}),
             11: f"{name}.log",
+            15: {2: {3: {1: NODE}}},
         }
-        config[15] = {2: {3: {1: NODE}}}
-        return self._engine.call("CreateContainer", {1: self.id, 2: config, 3: self._config})[1].decode()
+        made = self._engine.call("CreateContainer", {1: self.id, 2: config, 3: self._config})
+        return str(made[1].decode())
 
-    def start(self, container: str) -> float:
-        """Starts a container; the seconds that took."""
-        began = time.perf_counter()
+    def start(self, container: str) -> None:
+        """Starts a container."""
         self._engine.call("StartContainer", {1: container})
-        return time.perf_counter() - began
 
     def run(self, container: str, *command: str) -> tuple[int, str]:
         """A command in a container: exit code and standard output."""
@@ -235,6 +235,11 @@ class Pod:
     def limit(self, container: str, *, shares: int) -> None:
         """Changes a container's share of the CPU."""
         self._engine.call("UpdateContainerResources", {1: container, 2: {3: shares}})
+
+    def end(self, container: str) -> None:
+        """Kills and removes a container."""
+        self._engine.call("StopContainer", {1: container})
+        self._engine.call("RemoveContainer", {1: container})
 
     def remove(self) -> None:
         """Stops and removes the Pod and its containers."""
