@@ -34,7 +34,8 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@scripts/packages $(TEST_PACKAGES)
-	@$(SUDO) env PATH="$$PATH" $(shell env | grep '^PEER_') $(BIN)/python -m bench $(BENCH_ARGS)
+	@command -v containerd >/dev/null || scripts/unpacked $(ENGINE) containerd
+	@$(SUDO) env PATH="$$PATH:$(CURDIR)/$(ENGINE)/usr/bin" $(shell env | grep '^PEER_') $(BIN)/python -m bench $(BENCH_ARGS)
 
 # pip's hash check covers the locked files; gpulet itself is installed editable, so a `git pull` needs no second install
 $(VENV)/.demo: pyproject.toml requirements.lock scripts/venv

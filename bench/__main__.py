@@ -18,6 +18,7 @@ from gpulet.sim import isolation
 
 GROUPS = {
     "create": "create through each runtime, over bare runc",
+    "engine": "starting a container in a real containerd, over a plain one",
     "throughput": "110 containers one after another and 8 at a time",
     "passthrough": "state, kill and delete through the runtime",
     "prefer": "preferred allocations: GPUs by size, against exhaustive search",

@@ -22,9 +22,10 @@ pytestmark = [
 TOP = Path(__file__).parents[2]
 SMALL = """
 import sys
-from bench import __main__, create, prefer, rpc, throughput
+from bench import __main__, create, engine, prefer, rpc, throughput
 from bench.contenders import BARE, OURS
 create.contenders = throughput.contenders = lambda peers: [BARE, OURS[0]]
+engine.contenders = lambda peers: [BARE, engine.GOAL]
 prefer.NUMBERS, rpc.STARTS, rpc.REPLICAS, throughput.BATCH = (4,), 1, (1,), 2
 sys.exit(__main__.main([*sys.argv[1:], "--rounds", "1", "--json"]))
 """
@@ -44,6 +45,15 @@ def leftovers(folder: Path) -> list[str]:
     groups = [str(path) for mount, _ in hierarchies() for path in mount.glob("gpulet-bench-*")]
     alive = {path.name for path in Path("/proc").iterdir() if path.name.isdigit()}
     return [*map(str, folder.iterdir()), *(name for name in groups if name.rpartition("-")[2] not in alive)]
+
+
+@pytest.mark.skipif(shutil.which("containerd") is None, reason="containerd is not installed")
+def test_a_real_engine(short: Path) -> None:
+    rows = ran(short, "engine")["engine"]
+    assert [(row["runtime"], row["capabilities"]) for row in rows] == [
+        ("bare", ""), ("gpulet", "compute,utility"), ("gpulet", "no GPU"),
+    ]  # fmt: skip
+    assert leftovers(short) == []
 
 
 def test_containers(short: Path) -> None:
