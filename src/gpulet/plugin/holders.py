@@ -7,8 +7,12 @@ import os
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
+
 from gpulet.plugin import files
 from gpulet.plugin.config import Config
+from gpulet.plugin.rpc.client import call
+from gpulet.plugin.rpc.framing import CallFailed
 
 TIMEOUT = 1.0  # seconds; monitoring must not wait for a kubelet that is busy
 CHECKPOINT = "kubelet_internal_checkpoint"
@@ -89,18 +93,12 @@ def troubles(held: Iterable[Holder], offered: Mapping[str, Container[str]]) -> I
 
 
 async def _listed(socket: str) -> list[Holder] | None:
-    import grpc
-    import grpc.aio
-
     from gpulet.plugin.api import podresources_pb2 as pb
-    from gpulet.plugin.api import podresources_pb2_grpc as rpc
 
-    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
-    async with grpc.aio.insecure_channel(f"unix:{socket}", options=options) as channel:
-        try:
-            reply = await rpc.PodResourcesListerStub(channel).List(pb.ListPodResourcesRequest(), timeout=TIMEOUT)
-        except grpc.aio.AioRpcError:
-            return None
+    try:
+        reply = pb.ListPodResourcesResponse.FromString(await call(socket, "/v1.PodResourcesLister/List", b"", TIMEOUT))
+    except (CallFailed, DecodeError):
+        return None
     return [
         Holder(pod.namespace, pod.name, container.name, devices.resource_name, device)
         for pod in reply.pod_resources

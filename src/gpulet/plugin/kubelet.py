@@ -17,11 +17,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import grpc
-import grpc.aio
-
 from gpulet.plugin.api import deviceplugin_pb2 as pb
-from gpulet.plugin.api import deviceplugin_pb2_grpc as rpc
+from gpulet.plugin.rpc.client import call
+from gpulet.plugin.rpc.framing import CallFailed
 from gpulet.plugin.server import Offer, Server
 
 log = logging.getLogger(__name__)
@@ -108,17 +106,15 @@ def identify(path: str) -> Identity | None:
 async def register(kubelet_socket: str, endpoint: str, resource: str) -> None:
     """Tell the kubelet of one resource. Returns once the kubelet has called back and accepted.
 
-    Raises grpc.aio.AioRpcError.
+    Raises CallFailed.
     """
-    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
-    async with grpc.aio.insecure_channel(f"unix:{kubelet_socket}", options=options) as channel:
-        request = pb.RegisterRequest(
-            version=API_VERSION,
-            endpoint=endpoint,
-            resource_name=resource,
-            options=pb.DevicePluginOptions(get_preferred_allocation_available=True),
-        )
-        await rpc.RegistrationStub(channel).Register(request, timeout=REGISTER_TIMEOUT)
+    request = pb.RegisterRequest(
+        version=API_VERSION,
+        endpoint=endpoint,
+        resource_name=resource,
+        options=pb.DevicePluginOptions(get_preferred_allocation_available=True),
+    )
+    await call(kubelet_socket, "/v1beta1.Registration/Register", request.SerializeToString(), REGISTER_TIMEOUT)
 
 
 async def _alive(path: str) -> bool:
@@ -212,11 +208,10 @@ class Agent:
         try:
             await self._serve()
             await register(self._kubelet_socket, self.endpoint, self.name)
-        except (grpc.aio.AioRpcError, OSError) as error:
-            reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.RpcError) else str(error)
+        except (CallFailed, OSError) as error:
             self.state = failed(self.state, kubelet, time.monotonic(), random.random())
-            log.warning("%s: registration with %s failed: %s", self.name, self._kubelet_socket, reason)
-            self.problem = reason
+            log.warning("%s: registration with %s failed: %s", self.name, self._kubelet_socket, error)
+            self.problem = str(error)
             self._notify(self.name, "failed")
             return
         # whichever kubelet took us: had another one replaced it meanwhile, the stream's end would tell

@@ -44,7 +44,6 @@ def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFact
     2 for a wrong command line. look: asks the node for its GPUs; NVML unless given."""
     if threading.current_thread() is threading.main_thread():
         entry.heed()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters of gRPC's own messages reaches us as errors
     words = list(sys.argv[1:] if argv is None else argv)
     name = os.path.basename(sys.argv[0]) if argv is None else PROGRAM
     if words and words[0] in COMPANIONS:

@@ -1,7 +1,7 @@
 """One resource's gRPC server: the kubelet's device plugin service on a unix socket.
 
 The server always answers with its current Offer; `offer()` swaps it while streams stay open, so a reload or a health
-change reaches every stream as one message. It runs on gRPC's own threads, not in the daemon's event loop, so that an
+change reaches every stream as one message. It has a thread of its own and isn't in the daemon's event loop, so that an
 answer waits for nothing else that the daemon does.
 """
 
@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
+from google.protobuf.message import DecodeError
 
 from gpulet.plugin.allocate import AllocationRefused, Answer, Surroundings, allocate
 from gpulet.plugin.api import deviceplugin_pb2 as pb
-from gpulet.plugin.api import deviceplugin_pb2_grpc as rpc
 from gpulet.plugin.config import Config
 from gpulet.plugin.prefer import Prefer
 from gpulet.plugin.resources import Resource
+from gpulet.plugin.rpc.connection import Service
+from gpulet.plugin.rpc.framing import CallFailed
+from gpulet.plugin.rpc.listener import Listener
 
 log = logging.getLogger(__name__)
 
 Observe = Callable[[str, str, float], None]
 
-STREAMS, CALLS = 8, 4  # threads: each stream has one while it is open; more streams are refused
+SERVICE = "/v1beta1.DevicePlugin/"
+STREAMS = 8  # ListAndWatch calls at a time: the kubelet has one, and each may keep a list of a megabyte waiting
+PATIENCE = 0.5  # seconds that stopping waits for what is being said
 HEALTHY, UNHEALTHY = b"\x12\x07Healthy", b"\x12\x09Unhealthy"  # field 2 of Device, as protobuf writes it
 
 
@@ -48,47 +50,43 @@ def _ignore(rpc_name: str, code: str, seconds: float) -> None:
     """The observer of a server without metrics."""
 
 
-class Server(rpc.DevicePluginServicer):  # type: ignore[misc]
-    """Serves one resource at `path`. `streams` is the number of ListAndWatch calls that are open now."""
+class Server:
+    """Serves one resource at `path`."""
 
     def __init__(self, path: str, offer: Offer, observe: Observe = _ignore) -> None:
         self.path = path
-        self.streams = 0
         self._offer = offer
         self._observe = observe
         self._records = _records(offer.resource)
-        self._list = b""  # the message for this offer, made once for all streams
-        self._changed = threading.Condition()
-        self._closing = False
-        self._server: Any = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._list = _list_message(offer, self._records)
+        self._service = Service(self._methods(), f"{SERVICE}ListAndWatch".encode(), self._list, STREAMS)
+        self._listener: Listener | None = None
         self._identity: tuple[int, int] | None = None
+
+    @property
+    def streams(self) -> int:
+        """ListAndWatch calls that are open now."""
+        return self._service.open
 
     def start(self) -> None:
         """Bind and serve. Another socket at the path, a predecessor's or a dead process's, is replaced.
 
-        The socket is bound under a hidden name and renamed: so the place is taken at once, we know our own inode,
-        and gRPC's habit of unlinking the bound name when it stops can't hit a successor's socket.
+        The socket is bound under a hidden name and renamed: so the place is taken at once and we know our own inode.
         Raises OSError.
         """
         folder, name = os.path.split(self.path)
         hidden = os.path.join(folder, f".{name}")
         _unlink(hidden)
-        pool = ThreadPoolExecutor(STREAMS + CALLS, thread_name_prefix=name)
-        server = grpc.server(pool, handlers=[_handlers(self)])
+        listener = Listener(hidden, self._service)
+        listener.start()
         try:
-            server.add_insecure_port(f"unix:{hidden}")
-            self._list = _list_message(self._offer, self._records)
-            server.start()
             info = os.stat(hidden)
             os.rename(hidden, self.path)
-        except (RuntimeError, OSError) as error:
-            server.stop(None).wait()
-            pool.shutdown()
-            if isinstance(error, OSError):
-                raise
-            raise OSError(0, f"can't listen: {error}", self.path) from error  # what gRPC raises where it can't bind
-        self._server, self._pool, self._identity = server, pool, (info.st_dev, info.st_ino)
+        except OSError:
+            listener.stop(0)
+            _unlink(hidden)
+            raise
+        self._listener, self._identity = listener, (info.st_dev, info.st_ino)
         resource = self._offer.resource
         log.info("Starting to serve '%s' on %s: %d devices", resource.name, self.path, len(resource.devices))
 
@@ -101,18 +99,14 @@ class Server(rpc.DevicePluginServicer):  # type: ignore[misc]
         return (info.st_dev, info.st_ino) == self._identity
 
     def stop(self) -> None:
-        """End the streams, let running calls finish (half a second), remove our socket and no other. Blocks."""
-        if self._server is None or self._pool is None:
+        """End the streams, remove our socket and no other. Blocks, half a second at most."""
+        listener, self._listener = self._listener, None
+        if listener is None:
             return
         log.info("Stopping to serve '%s' on %s", self._offer.resource.name, self.path)
         if self.holds_socket():
             _unlink(self.path)
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._server.stop(0.5).wait()
-        self._pool.shutdown()  # gRPC leaves a pool that it was given to its owner
-        self._server = None
+        listener.stop(PATIENCE)
 
     def offer(self, offer: Offer) -> None:
         """Answer with this from now on; open streams get the new list where it differs."""
@@ -120,90 +114,57 @@ class Server(rpc.DevicePluginServicer):  # type: ignore[misc]
             return
         records = self._records if offer.resource == self._offer.resource else _records(offer.resource)
         message = _list_message(offer, records)
-        with self._changed:
-            self._offer, self._records, self._list = offer, records, message
-            self._changed.notify_all()
+        self._offer, self._records = offer, records
+        if message != self._list:
+            self._list = message
+            self._service.tell(message)
+            if self._listener:
+                self._listener.wake()
 
-    def GetDevicePluginOptions(self, request: Any, context: Any) -> Any:
-        return pb.DevicePluginOptions(get_preferred_allocation_available=True)
+    def _methods(self) -> dict[bytes, Callable[[bytes], bytes]]:
+        """The unary calls by path, as bytes in, bytes out."""
+        options = pb.DevicePluginOptions(get_preferred_allocation_available=True).SerializeToString()
+        nothing = pb.PreStartContainerResponse().SerializeToString()
+        methods: dict[str, Callable[[bytes], bytes]] = {
+            "GetDevicePluginOptions": lambda request: options,
+            "Allocate": self._allocate,
+            "GetPreferredAllocation": self._prefer,
+            "PreStartContainer": lambda request: nothing,
+        }
+        return {f"{SERVICE}{name}".encode(): method for name, method in methods.items()}
 
-    def PreStartContainer(self, request: Any, context: Any) -> Any:
-        return pb.PreStartContainerResponse()
-
-    def ListAndWatch(self, request: Any, context: Any) -> Iterator[bytes]:
-        """Lists as they are written on the wire (see _list_message)."""
-        if not context.add_callback(self._wake):
-            return  # the call has ended already
-        with self._changed:
-            full = self.streams >= STREAMS
-            self.streams += not full
-        if full:  # Allocate must find a thread
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAMS} streams are open already")
-        sent = None
-        try:
-            while not self._closing and context.is_active():
-                latest = self._list
-                if latest != sent:
-                    sent = latest
-                    yield latest
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._closing or self._list is not latest or not context.is_active()  # noqa: B023
-                    )
-        finally:
-            with self._changed:
-                self.streams -= 1
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def Allocate(self, request: Any, context: Any) -> Any:
+    def _allocate(self, request: bytes) -> bytes:
         began, offer = time.perf_counter(), self._offer
         try:
             answers = [
                 allocate(item.devices_ids, offer.resource, offer.config, offer.surroundings, offer.sick)
-                for item in request.container_requests
+                for item in _read(pb.AllocateRequest, request).container_requests
             ]
         except AllocationRefused as refusal:
             log.warning("Allocate refused: %s", refusal)
             self._observe("Allocate", refusal.code, time.perf_counter() - began)
-            context.abort(getattr(grpc.StatusCode, refusal.code), str(refusal))
+            raise CallFailed(refusal.code, str(refusal)) from refusal
+        reply = pb.AllocateResponse(container_responses=[_message(answer) for answer in answers]).SerializeToString()
         self._observe("Allocate", "OK", time.perf_counter() - began)
-        return pb.AllocateResponse(container_responses=[_message(answer) for answer in answers])
+        return bytes(reply)
 
-    def GetPreferredAllocation(self, request: Any, context: Any) -> Any:
+    def _prefer(self, request: bytes) -> bytes:
         began, prefer = time.perf_counter(), self._offer.prefer
         answers = []
-        for item in request.container_requests:
+        for item in _read(pb.PreferredAllocationRequest, request).container_requests:
             required = list(item.must_include_deviceIDs)
             chosen = prefer(list(item.available_deviceIDs), required, item.allocation_size) if prefer else []
             answers.append(pb.ContainerPreferredAllocationResponse(deviceIDs=chosen))
+        reply = pb.PreferredAllocationResponse(container_responses=answers).SerializeToString()
         self._observe("GetPreferredAllocation", "OK", time.perf_counter() - began)
-        return pb.PreferredAllocationResponse(container_responses=answers)
+        return bytes(reply)
 
 
-def _handlers(server: Server) -> Any:
-    """The service's methods. Lists come as bytes: eight thousand devices as messages take longer to build and to write
-    than a GPU's failure may take to be known."""
-    messages = {
-        "GetDevicePluginOptions": (pb.Empty, pb.DevicePluginOptions),
-        "Allocate": (pb.AllocateRequest, pb.AllocateResponse),
-        "GetPreferredAllocation": (pb.PreferredAllocationRequest, pb.PreferredAllocationResponse),
-        "PreStartContainer": (pb.PreStartContainerRequest, pb.PreStartContainerResponse),
-    }
-    methods = {
-        name: grpc.unary_unary_rpc_method_handler(
-            getattr(server, name),
-            request_deserializer=request.FromString,
-            response_serializer=response.SerializeToString,
-        )
-        for name, (request, response) in messages.items()
-    }
-    methods["ListAndWatch"] = grpc.unary_stream_rpc_method_handler(
-        server.ListAndWatch, request_deserializer=pb.Empty.FromString, response_serializer=bytes
-    )
-    return grpc.method_handlers_generic_handler("v1beta1.DevicePlugin", methods)
+def _read(kind: Any, message: bytes) -> Any:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise CallFailed("INTERNAL", f"no {kind.DESCRIPTOR.name}: {error}") from error
 
 
 def _records(resource: Resource) -> list[tuple[str, bytes, bytes]]:

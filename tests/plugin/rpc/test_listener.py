@@ -1,0 +1,134 @@
+"""The socket and its thread, asked by gRPC's own library."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import pytest
+from hpack import Encoder
+from hyperframe.frame import DataFrame, HeadersFrame, SettingsFrame, WindowUpdateFrame
+
+from gpulet.plugin.rpc.connection import Service
+from gpulet.plugin.rpc.listener import Listener
+
+OWN = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
+
+
+@contextmanager
+def served(news: bytes = b"first") -> Iterator[tuple[str, Service, Listener]]:
+    service = Service({b"/x.X/Echo": lambda message: message}, b"/x.X/Feed", news, 8)
+    with tempfile.TemporaryDirectory(prefix="gp") as folder:
+        path = f"{folder}/s"
+        listener = Listener(path, service)
+        listener.start()
+        try:
+            yield path, service, listener
+        finally:
+            listener.stop(0.5)
+
+
+@contextmanager
+def channel(path: str) -> Iterator[tuple[grpc.UnaryUnaryMultiCallable, grpc.UnaryStreamMultiCallable]]:
+    with grpc.insecure_channel(f"unix:{path}", options=OWN) as made:
+        yield made.unary_unary("/x.X/Echo"), made.unary_stream("/x.X/Feed")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_many_at_once():
+    with (
+        served() as (path, _, _),
+        channel(path) as (echo, _),
+        channel(path) as (other, _),
+        ThreadPoolExecutor(8) as pool,
+    ):
+        messages = [bytes([number % 256]) * (number * 37 % 5000) for number in range(400)]
+        answers = pool.map(lambda pair: (echo, other)[pair[0] % 2](pair[1], timeout=20), enumerate(messages))
+        assert list(answers) == messages
+
+
+@pytest.mark.parametrize("size", [0, 65_536, 3 << 20])
+def test_messages_of_any_size_with_a_feed_open(size: int):
+    with served(bytes(size)) as (path, service, listener), channel(path) as (echo, feed):
+        stream = feed(b"")
+        assert next(stream) == bytes(size)
+        assert echo(bytes(size), timeout=20) == bytes(size)
+        service.tell(b"x" * size + b"!")
+        listener.wake()
+        assert next(stream) == b"x" * size + b"!"
+
+
+def test_too_large_a_message_is_refused():
+    with served() as (path, _, _), channel(path) as (echo, _):
+        with pytest.raises(grpc.RpcError) as failed:
+            echo(bytes(5 << 20), timeout=20)
+        assert failed.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert echo(b"after it", timeout=20) == b"after it"
+
+
+def test_stopping_ends_the_feeds_well():
+    with served() as (path, service, listener), channel(path) as (_, feed):
+        stream = feed(b"")
+        assert next(stream) == b"first" and service.open == 1
+        began = time.monotonic()
+        listener.stop(5)
+        assert time.monotonic() - began < 2
+        assert list(stream) == [] and stream.code() == grpc.StatusCode.OK and service.open == 0
+        listener.wake()  # too late, and no harm
+
+
+def test_stopping_waits_no_longer_than_told_for_who_reads_nothing():
+    with served(bytes(8 << 20)) as (path, service, listener), socket.socket(socket.AF_UNIX) as deaf:
+        asked = Encoder().encode([(":path", "/x.X/Feed"), ("content-type", "application/grpc")])
+        frames = (
+            SettingsFrame(0, {4: 1 << 30}),
+            WindowUpdateFrame(0, 1 << 30),
+            HeadersFrame(1, asked, flags=["END_HEADERS"]),
+            DataFrame(1, bytes(5), flags=["END_STREAM"]),
+        )
+        deaf.connect(path)
+        deaf.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"".join(frame.serialize() for frame in frames))
+        until = time.monotonic() + 10
+        while not service.open and time.monotonic() < until:
+            time.sleep(0.01)
+        with channel(path) as (echo, _):
+            assert echo(b"others are served", timeout=5) == b"others are served"
+        began = time.monotonic()
+        listener.stop(0.3)
+        assert 0.25 < time.monotonic() - began < 2 and service.open == 0
+
+
+def test_clients_that_vanish_leave_nothing(caplog):
+    with served() as (path, service, _):
+        with channel(path) as (echo, _):
+            echo(b"", timeout=5)  # gRPC's own threads and descriptors are there
+            threads, files = threading.active_count(), descriptors()
+            for hello in (b"", b"PRI * HTTP/2.0\r\n", b"GET / HTTP/1.1\r\n\r\n", os.urandom(100)) * 25:
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.connect(path)
+                    client.sendall(hello)
+                    while len(hello) > 16 and client.recv(4096):
+                        pass  # until we are told that this is no HTTP/2
+            assert echo(b"", timeout=5) == b""  # after them in the queue
+            until = time.monotonic() + 5
+            while descriptors() > files and time.monotonic() < until:
+                time.sleep(0.01)
+            assert descriptors() <= files and threading.active_count() <= threads
+        assert "broke HTTP/2" in caplog.text and "given up" not in caplog.text and service.open == 0
+
+
+def test_a_path_that_can_not_be_bound():
+    files = descriptors()
+    with pytest.raises(OSError):
+        Listener("/nowhere/s", Service({}, b"", b"", 1)).start()
+    assert descriptors() == files
