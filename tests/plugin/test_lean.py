@@ -33,6 +33,33 @@ print("real")
     assert said(code) == "real"
 
 
+def test_protobuf_without_its_messages_in_python():
+    code = """
+import sys
+from gpulet.plugin.api import deviceplugin_pb2 as pb
+from google.protobuf.internal import api_implementation
+assert ("google.protobuf.internal.python_message" in sys.modules) == (api_implementation.Type() == "python")
+one = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["a"])])
+assert pb.AllocateRequest.FromString(one.SerializeToString()) == one and "devices_ids" in str(one)
+from google.protobuf import json_format, text_format
+from google.protobuf.internal import python_message
+assert python_message.GeneratedProtocolMessageType
+print(json_format.MessageToDict(one), text_format.MessageToString(one) == str(one))
+"""
+    assert said(code) == "{'containerRequests': [{'devicesIds': ['a']}]} True"
+
+
+def test_protobuf_in_python_alone():
+    """Where there is no C library for it, everything is there."""
+    code = """
+import os
+os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
+from gpulet.plugin.api import deviceplugin_pb2 as pb
+print(pb.Device(ID="a").SerializeToString())
+"""
+    assert said(code) == repr(b"\n\x01a")
+
+
 def test_what_is_loaded_already_stays():
     code = """
 import http.server, ssl

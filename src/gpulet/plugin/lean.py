@@ -37,22 +37,35 @@ def one_arena() -> None:
 
 
 @contextlib.contextmanager
-def without_tls(*more: str) -> Iterator[None]:
-    """What is imported here does without OpenSSL and these modules, unless they are loaded already."""
-    hidden = [name for name in ("ssl", *more) if name not in sys.modules]
-    before = set(sys.modules)
+def without(*names: str) -> Iterator[None]:
+    """What is imported here does without these modules, unless they are loaded already. Later importers get them."""
+    hidden = [name for name in names if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = _Nothing(name)
-    own_hashes = "_hashlib" not in sys.modules and "ssl" in hidden
-    if own_hashes:
-        sys.modules["_hashlib"] = None  # type: ignore[assignment]  # hashlib has its own functions too
     try:
         yield
     finally:
         for name in hidden:
             del sys.modules[name]
+
+
+@contextlib.contextmanager
+def without_tls(*more: str) -> Iterator[None]:
+    """What is imported here does without OpenSSL and these modules, unless they are loaded already."""
+    if "ssl" in sys.modules:
+        with without(*more):
+            yield
+        return
+    before = set(sys.modules)
+    own_hashes = "_hashlib" not in sys.modules
+    if own_hashes:
+        sys.modules["_hashlib"] = None  # type: ignore[assignment]  # hashlib has its own functions too
+    try:
+        with without("ssl", *more):
+            yield
+    finally:
         if own_hashes:
             del sys.modules["_hashlib"]
-        for name in _MARKED if "ssl" in hidden else ():
+        for name in _MARKED:
             if name not in before:
                 sys.modules.pop(name, None)
