@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -122,3 +124,9 @@ def test_a_place_that_can_not_be_taken(folder: str):
     assert os.listdir(folder) == ["gpu.sock"]
     with pytest.raises(OSError):
         Server(f"{folder}/absent/gpu.sock", offer()).start()
+
+
+def test_the_daemon_loads_no_grpc_library():
+    code = "import sys, gpulet.plugin.main, gpulet.plugin.metrics, gpulet.plugin.holders; print('grpc' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
