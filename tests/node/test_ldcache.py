@@ -84,11 +84,47 @@ def test_merged_entries_win_and_merging_twice_changes_nothing(cache: Cache, entr
     assert set(ldcache.parse(merged).entries) == {*cache.entries, *entries}
 
 
+@given(CACHES, st.lists(ENTRIES, max_size=6))
+def test_new_rows_among_the_old_are_as_good_as_all_put_in_order(cache: Cache, entries: list[Entry]) -> None:
+    data, new = ldcache.write(cache), tuple(dict.fromkeys(entries))
+    assert ldcache._merge_rows(data, new)
+    assert ldcache.parse(ldcache.merge(data, new)) == ldcache.parse(ldcache.merge_anew(data, new))
+
+
+def test_the_systems_own_cache_is_merged_row_by_row() -> None:
+    """And with the old table in front of it, which images of before 2020 have."""
+    data = SYSTEM.read_bytes()
+    new = [Entry("libcuda.so.1", "/x/libcuda.so.1"), Entry("libc.so.6", "/x/libc.so.6"), ldcache.parse(data).entries[7]]
+    assert ldcache._merge_rows(data, new)
+    assert ldcache.parse(ldcache.merge(data, new)) == ldcache.parse(ldcache.merge_anew(data, new))
+    old = ldcache.OLD_MAGIC + struct.pack("<I", 1) + bytes(12)
+    assert ldcache.merge(old + bytes(-len(old) % 8) + data, new) == ldcache.merge(data, new)
+
+
+def test_a_cache_in_no_order_is_put_in_order() -> None:
+    """By `merge_anew` alone; as it is, the loader would find nothing in it either."""
+    data = ldcache.write(Cache(tuple(Entry(f"lib{letter}.so.1", f"/{letter}") for letter in "abcdef")))
+    start = 48
+    rows = [data[at : at + 24] for at in range(start, start + 6 * 24, 24)]
+    shuffled = data[:start] + b"".join(reversed(rows)) + data[start + 6 * 24 :]
+    new = [Entry("libc.so.1", "/c"), Entry("libz.so.1", "/z")]
+    assert ldcache.parse(ldcache.merge_anew(shuffled, new)) == ldcache.parse(ldcache.merge(data, new))
+    assert set(ldcache.parse(ldcache.merge(shuffled, new)).entries) >= {*ldcache.parse(data).entries, new[1]}
+
+
+@pytest.mark.parametrize("place", [0, 47, 1 << 30])
+def test_a_string_outside_the_strings_is_no_reason_to_move_it(place: int) -> None:
+    data = bytearray(ldcache.write(Cache((Entry("liba.so.1", "/a"),))))
+    struct.pack_into("<I", data, 48 + 4, place)
+    assert ldcache._merge_rows(bytes(data), [Entry("libb.so.1", "/b")]) == b""
+
+
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_cleanly(data: bytes) -> None:
     for text in (data, ldcache.MAGIC + data, ldcache.OLD_MAGIC + data):
         try:
             ldcache.parse(text)
+            ldcache.merge(text, [Entry("libb.so.1", "/b")])
         except NodeError as error:
             assert "ldconfig" in str(error)
 
@@ -174,7 +210,9 @@ def bomb(entries: int, text: bytes, at: int = 0) -> bytes:
 def test_an_images_cache_does_not_grow_here(data: bytes) -> None:
     with pytest.raises(NodeError, match="damaged"):
         ldcache.parse(data)
+    with pytest.raises(NodeError, match="damaged"):
+        ldcache.merge(data, [Entry("libb.so.1", "/b")])
 
 
 def test_a_name_of_many_digits_takes_no_time() -> None:
-    assert ldcache.name_key("9" * 5_000_000) == ((1, int("9" * 256)),)
+    assert ldcache.name_key("9" * 5_000_000) == (256 + int("9" * 256),)
