@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulet.engines.launchers import LASTING, PROGRAMS, first_lines, lasting_text, write_launchers
+from gpulet.engines.launchers import LASTING, PROGRAMS, first_lines, lasting_text, launcher_text, write_launchers
 from gpulet.version import __version__
 
 
@@ -52,10 +52,11 @@ def test_an_interpreter_on_any_path(tmp_path: Path, folder: str) -> None:
 def test_a_hardened_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        written = write_launchers(tmp_path / "bin")
+        written = write_launchers(tmp_path / "new" / "prefix" / "bin")
     finally:
         os.umask(before)
-    assert (tmp_path / "bin").stat().st_mode & 0o777 == 0o755
+    for folder in ("new", "new/prefix", "new/prefix/bin"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o755
     assert all(path.stat().st_mode & 0o777 == 0o755 for path in written.values())
 
 
@@ -75,3 +76,41 @@ def test_a_reload_asked_for_while_the_plugins_interpreter_starts_ends_nothing(tm
         assert process.poll() is None
     process.send_signal(1)
     assert process.communicate(timeout=10)[0] == "['a b'] 1\n"
+
+
+def test_a_launcher_whose_gpulet_is_gone_says_so_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "program"
+    text = launcher_text("gpulet.launch.runtime")
+    path.write_text(text.replace(repr(str(Path(__file__).parents[2] / "src")), "'/no/such/folder'"))
+    path.chmod(0o755)
+    said = subprocess.run([path, "state", "x"], capture_output=True, text=True)
+    assert said.returncode == 1 and said.stdout == ""
+    (line,) = said.stderr.splitlines()
+    assert "/no/such/folder" in line and "gpulet install" in line
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_standard_streams(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    """No traceback, and what belongs on one stream doesn't come out of another."""
+    written = write_launchers(tmp_path / "bin")
+    for program, arguments, stream in (
+        ("gpulet-container-cli", ["--version"], 1),
+        ("gpulet-container-cli", ["--nonsense"], 2),
+        ("gpulet-hook", ["prestart"], 2),
+    ):
+        shut = " ".join(f"{number}<&-" for number in closed)
+        said = subprocess.run(
+            ["/bin/sh", "-c", f'exec "$0" "$@" {shut}', written[program], *arguments],
+            capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert "Traceback" not in said.stderr and "internal error" not in said.stderr
+        assert said.returncode == (0 if arguments == ["--version"] else 1) or said.returncode == 64, said
+        assert bool((said.stdout, said.stderr)[stream - 1]) is (stream not in closed)
+        assert not (said.stdout, said.stderr)[2 - stream]
+
+
+def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+    written = write_launchers(tmp_path / "bin")
+    with open("/dev/full", "w") as full:
+        said = subprocess.run([written["gpulet-container-cli"], "--version"], stdout=full, stderr=subprocess.PIPE)
+    assert said.returncode == 1 and said.stderr.count(b"\n") == 1 and b"No space left" in said.stderr

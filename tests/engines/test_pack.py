@@ -20,7 +20,7 @@ def said_within(tmp_path: Path, modules: tuple[Path, int], code: str) -> str:
     interpreter, _ = interpreters.best()
     text = launcher_text("gpulet.launch.runtime", interpreter, modules)
     program = tmp_path / "program"
-    program.write_text(text[: text.index("from gpulet.launch.start")] + code)
+    program.write_text(text[: text.index("try: from gpulet.launch.start")] + code)
     program.chmod(0o755)
     result = subprocess.run([program], capture_output=True, text=True, check=True)
     assert not result.stderr
@@ -48,9 +48,10 @@ def test_every_module_of_the_pack_is_what_its_source_makes(tmp_path: Path) -> No
         f"import importlib\nfor name in {names}:\n"
         f"    print(name, sorted(set(vars(importlib.import_module(name))) - {only_in_one}))\n"
     )
-    lean = said_within(tmp_path, written(tmp_path), code)
-    (tmp_path / pack.NAME).unlink()
-    assert lean == said_within(tmp_path, (tmp_path / pack.NAME, 1), code)
+    modules = written(tmp_path)
+    lean = said_within(tmp_path, modules, code)
+    modules[0].unlink()
+    assert lean == said_within(tmp_path, modules, code)
     assert "gpulet.launch.runtime" in lean
 
 
@@ -104,9 +105,10 @@ def test_environ_behaves_as_ever(tmp_path: Path) -> None:
         "print(isinstance(Path('/'), os.PathLike), isinstance('', os.PathLike), os.fspath(Path('/x')))\n"
         "print(subprocess.run(['/bin/sh', '-c', 'echo $A'], capture_output=True, text=True).stdout)\n"
     )
-    with_pack = said_within(tmp_path, written(tmp_path), code).splitlines()
-    (tmp_path / pack.NAME).unlink()
-    without = said_within(tmp_path, (tmp_path / pack.NAME, 1), code).splitlines()
+    modules = written(tmp_path)
+    with_pack = said_within(tmp_path, modules, code).splitlines()
+    modules[0].unlink()
+    without = said_within(tmp_path, modules, code).splitlines()
     assert (with_pack[0], without[0]) == ("False", "True")
     assert with_pack[1:] == without[1:] and len(without) == 6
 
@@ -135,6 +137,42 @@ def test_without_a_whole_pack_the_sources_are_loaded(tmp_path: Path, harm: objec
     assert loader_of(tmp_path, (path, length)) == "SourceFileLoader"
 
 
+def zeroed(path: Path, length: int) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:length] + bytes(len(data) - length))
+
+
+def cut(path: Path, length: int) -> None:
+    path.write_bytes(path.read_bytes()[:length])
+
+
+def foreign(path: Path, length: int) -> None:
+    """Every body a whole object, and none of them code."""
+    data = path.read_bytes()
+    path.write_bytes(data[:length] + b"N" * (len(data) - length))
+
+
+@pytest.mark.parametrize("harm", [zeroed, cut, foreign])
+def test_a_pack_whose_modules_are_damaged_harms_nobody(tmp_path: Path, harm: object) -> None:
+    path, length = written(tmp_path)
+    harm(path, length)  # type: ignore[operator]
+    code = "from gpulet.launch import plan, runtime, carry\nprint(plan.make.__doc__ is not None, carry.__name__)\n"
+    assert said_within(tmp_path, (path, length), code) == "True gpulet.launch.carry"
+
+
+def test_a_launcher_has_the_pack_that_it_was_written_with(tmp_path: Path) -> None:
+    """Whatever is installed over it, and even if that was killed half-way."""
+    first = write_launchers(tmp_path)["gpulet-container-cli"].read_text()
+    (old,) = tmp_path.glob(f"{pack.NAME}*")
+    kept = old.read_bytes()
+    newer = old.with_name(f"{pack.NAME}0123")
+    newer.write_bytes(b"of another version")
+    assert str(old) in first and newer.name not in first
+    write_launchers(tmp_path)
+    assert list(tmp_path.glob(f"{pack.NAME}*")) == [old] and old.read_bytes() == kept
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == [old.name]
+
+
 @pytest.mark.parametrize("entry", [(0, 1), (1, 0)])
 def test_a_source_that_changed_since_is_loaded_itself(tmp_path: Path, entry: tuple[int, int]) -> None:
     """Size and time of change both count, as for Python's own compiled files."""
@@ -152,7 +190,7 @@ def test_a_source_that_changed_since_is_loaded_itself(tmp_path: Path, entry: tup
 def test_programs_say_the_same_with_and_without(tmp_path: Path) -> None:
     with_pack = write_launchers(tmp_path / "with")
     without = write_launchers(tmp_path / "without")
-    (tmp_path / "without" / pack.NAME).unlink()
+    next((tmp_path / "without").glob(f"{pack.NAME}*")).unlink()
     for arguments in (["--version"], ["list", "--nonsense"], ["--root=/nonexistent", "info"]):
         said = [
             subprocess.run([launchers["gpulet-container-cli"], *arguments], capture_output=True, text=True, check=False)

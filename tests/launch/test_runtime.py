@@ -131,6 +131,16 @@ def test_no_signal_stays_ignored(machine: Machine) -> None:
     assert done.stdout == bare.stdout
 
 
+@pytest.mark.parametrize("given", [{}, {"LC_CTYPE": "C.UTF-8"}, {"LANG": "C"}, {"LC_ALL": "C"}, {"LC_CTYPE": ""}])
+def test_the_low_level_runtime_has_the_engines_environment(machine: Machine, given: dict[str, str]) -> None:
+    """Python sets LC_CTYPE where it finds no locale (PEP 538)."""
+    machine.low.write_text("#!/bin/sh\nexec cat /proc/self/environ\n")
+    expected = {"PATH": os.environ["PATH"], "GPULET_CONFIG": str(machine.config_file), **given}
+    done = machine.run("gpulet-runtime", "state", "x", **given)
+    seen = dict(entry.partition("=")[::2] for entry in done.stdout.split("\0") if entry)
+    assert {name: seen[name] for name in seen if name not in ("PWD", "OLDPWD", "_", "SHLVL")} == expected
+
+
 def test_with_a_broken_configuration_containers_can_still_be_stopped(machine: Machine) -> None:
     machine.config_file.write_text("[")
     low = machine.folder / "bin" / "low"
@@ -319,6 +329,19 @@ def test_the_flavours_force_their_mode(machine: Machine) -> None:
     done = machine.run("nvidia-container-runtime.legacy", "create", "--bundle", str(machine.bundle), "x")
     assert done.returncode == 0
     assert "prestart" in json.loads(path.read_text())["hooks"]
+
+
+def test_a_link_elsewhere_finds_the_programs_beside_what_it_leads_to(machine: Machine) -> None:
+    link = machine.folder / "elsewhere" / "nvidia-container-runtime"
+    link.parent.mkdir()
+    link.symlink_to("../bin/gpulet-runtime")
+    covered = config(f"{V}=0")
+    covered["mounts"].append({"destination": "/etc", "type": "tmpfs", "source": "tmpfs"})
+    path = machine.make(covered)
+    done = machine.run("../elsewhere/nvidia-container-runtime", "create", "--bundle", str(machine.bundle), "x")
+    assert done.returncode == 0, done.stderr
+    (hook,) = json.loads(path.read_text())["hooks"]["createContainer"]
+    assert os.path.samefile(hook["path"], machine.folder / "bin" / "gpulet-cdi-hook")
 
 
 def test_version(machine: Machine) -> None:

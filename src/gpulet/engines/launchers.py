@@ -10,7 +10,6 @@ neither collecting garbage nor taking itself apart at the end.
 from __future__ import annotations
 
 import compileall
-import os
 import shlex
 import sys
 import sysconfig
@@ -62,7 +61,9 @@ def launcher_text(module: str, interpreter: str = sys.executable, modules: tuple
         f"sys.path[:0] = [{source!r}]\n"
         f"sys.path += [{libraries!r}]\n"
         f"{_from_pack(*modules) if modules else ''}"
-        "from gpulet.launch.start import run\n"
+        "try: from gpulet.launch.start import run\n"
+        "except ImportError as error:\n"
+        f"    sys.exit(f'{{sys.argv[0]}}: gpulet is not in {{sys.path[0]}} any more: {{error}}; run: gpulet install')\n"
         f"run({module!r})\n"
     )
 
@@ -90,9 +91,10 @@ def lasting_text(module: str, interpreter: str = sys.executable) -> str:
 
 def write_launchers(folder: Path) -> dict[str, Path]:
     """Writes every launcher into a folder, each aside and renamed, mode 0755; gives program -> path."""
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
-        folder.chmod(0o755)  # whatever the umask: engines may run as other users
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        path.chmod(0o755)  # whatever the umask: engines may run as other users
     # a launcher runs once per container: compiled modules must be there before the first one
     compileall.compile_dir(str(Path(gpulet.__file__).parent), quiet=2, maxlevels=3)
     interpreter, standard = interpreters.best()
@@ -101,10 +103,7 @@ def write_launchers(folder: Path) -> dict[str, Path]:
     texts |= {program: lasting_text(module) for program, (module, _peer) in LASTING.items()}
     written = {}
     for program, text in texts.items():
-        path = folder / program
-        aside = folder / f".{program}.{os.getpid()}"
-        aside.write_text(text)
-        aside.chmod(0o755)
-        aside.rename(path)
-        written[program] = path
+        written[program] = folder / program
+        pack.put(written[program], text.encode(errors="surrogateescape"), 0o755)
+    pack.sweep(folder, modules[0])
     return written

@@ -11,6 +11,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import hashlib
 import importlib.util
 import marshal
 import os
@@ -21,7 +22,7 @@ from types import CodeType
 import gpulet
 from gpulet.engines import packed
 
-NAME = ".gpulet-modules"
+NAME = ".gpulet-modules-"  # and what its content comes to: a launcher and its pack belong together
 ROOMS = ("node", "request", "injection", "launch")  # and the modules that stand beside them
 STANDARD = ("struct", "_struct", "_json", "_ctypes")  # the interpreter's own that the programs load
 
@@ -50,12 +51,29 @@ def write(folder: Path, standard: Mapping[str, str]) -> tuple[Path, int]:
     index |= {name: (-1, 0, path, 0, 0, False, ()) for name, path in in_c.items()}
     finder = _compiled(lean(ast.parse(Path(packed.__file__).read_bytes())), packed.__file__)
     head = importlib.util.MAGIC_NUMBER + marshal.dumps((finder, index))
-    path = folder / NAME
-    aside = folder / f"{NAME}.{os.getpid()}"
-    aside.write_bytes(head + b"".join(bodies))
-    aside.chmod(0o644)
-    aside.rename(path)
+    data = head + b"".join(bodies)
+    path = folder / f"{NAME}{hashlib.sha256(data).hexdigest()[:16]}"
+    put(path, data, 0o644)
     return path, len(head)
+
+
+def put(path: Path, data: bytes, mode: int) -> None:
+    """Writes a file aside and renames it; a failure leaves nothing. Raises OSError."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_bytes(data)
+        aside.chmod(mode)
+        aside.rename(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def sweep(folder: Path, current: Path) -> None:
+    """Takes earlier packs away. A launcher that reads one at this moment loads its modules from their sources."""
+    for path in folder.glob(f"{NAME}*"):
+        if path != current:
+            path.unlink(missing_ok=True)
 
 
 def _ours() -> dict[str, Path]:

@@ -2,7 +2,8 @@
 
 A launcher runs this module's code, found at the head of the pack (`engines/pack.py` writes it), before it imports
 anything. A module whose source is not the one that was packed, by size and time of change, is left to the ordinary
-import, and so is everything where the pack is absent or another interpreter's: it costs milliseconds and nothing else.
+import, and so is everything where the pack is absent, damaged or another interpreter's: it costs milliseconds and
+nothing else.
 
 What a module imports as it is loaded is known, so it is made beforehand and put where the import will find it: asking
 Python's import machinery for each of thirty modules takes a millisecond more than making them.
@@ -62,7 +63,7 @@ class Pack:
 
     def exec_module(self, module: ModuleType) -> None:
         for name in self.index[module.__name__][6]:
-            if name not in sys.modules and self._current(name):
+            if name not in sys.modules and name in self.index and self._current(name):
                 self._make(name)
         self._fill(module)
 
@@ -84,9 +85,18 @@ class Pack:
             setattr(sys.modules[parent], last, module)
 
     def _fill(self, module: ModuleType) -> None:
-        offset, length, source, *_ = self.index[module.__name__]
+        name = module.__name__
+        offset, length, source, *_ = self.index[name]
         module.__file__ = source
-        exec(marshal.loads(posix.pread(self.descriptor, length, self.base + offset)), module.__dict__)
+        try:
+            code = marshal.loads(posix.pread(self.descriptor, length, self.base + offset))
+        except (OSError, ValueError, EOFError, TypeError):
+            code = None
+        if type(code) is not type(install.__code__):
+            self.index = {}  # the rest of it is no better
+            by_file: Any = sys.modules["_frozen_importlib_external"]
+            code = by_file.SourceFileLoader(name, source).get_code(name)
+        exec(code, module.__dict__)
 
 
 class _Mapping:

@@ -90,6 +90,7 @@ def prestart(settings: Settings, debug: bool = False) -> int:
         from gpulet.launch import container_cli
 
         return container_cli.main()
+    programs.restore_locale()
     try:
         os.execve(cli, command, environment(settings, os.environ))
     except OSError as error:

@@ -62,7 +62,22 @@ def become(path: str, arguments: Sequence[str]) -> NoReturn:
 
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
         _signal.signal(number, _signal.SIG_DFL)
+    restore_locale()
     os.execv(path, [path, *arguments])
+
+
+def restore_locale() -> None:
+    """Gives a variable back its value, or none, that Python itself sets where the caller has no locale (PEP 538)."""
+    if os.environ.get("LC_CTYPE") not in ("C.UTF-8", "C.utf8", "UTF-8"):
+        return
+    try:
+        with open("/proc/self/environ", "rb") as file:  # as it was when this process began
+            given = [entry for entry in file.read().split(b"\0") if entry.startswith(b"LC_CTYPE=")]
+    except OSError:
+        return
+    del os.environ["LC_CTYPE"]
+    if given:
+        os.environb[b"LC_CTYPE"] = given[0].partition(b"=")[2]
 
 
 def hook(configured: str) -> str:
@@ -123,8 +138,9 @@ def _resolved(configured: str, usual: str, ours: str) -> str:
 
 
 def _beside() -> tuple[str, ...]:
-    """The folder of the running program, where it was called by its path."""
-    return (os.path.dirname(os.path.abspath(sys.argv[0])),) if "/" in sys.argv[0] else ()
+    """The folder of the running program, where it was called by its path, and the one that a link to it leads to."""
+    program = sys.argv[0]
+    return tuple(os.path.dirname(way(program)) for way in (os.path.abspath, os.path.realpath)) if "/" in program else ()
 
 
 def _identity(path: str) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ import sys
 from time import perf_counter
 
 from gpulet import settings as settings_file
-from gpulet.errors import ConfigError, GpuletError, RequestError
+from gpulet.errors import GpuletError, RequestError
 from gpulet.launch import call as calls
 from gpulet.settings import Settings
 from gpulet.version import __version__
@@ -112,7 +112,7 @@ def _settings(call: calls.Call) -> Settings:
     """The settings; for anything but `create` a broken file doesn't count, so that containers can still be stopped."""
     try:
         settings = settings_file.load()
-    except ConfigError:
+    except Exception:
         if call.command == "create":
             raise
         return Settings()
