@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,14 +48,23 @@ def remembered(machine: Machine) -> list[Path]:
     return sorted((machine.folder / "state" / "requests").glob("*.json"))
 
 
-def answer(machine: Machine, *devices: str, capabilities: tuple[str, ...] = ("compute", "utility")) -> Memory:
-    """Asks the memory; where it knows nothing, works the answer out and has it remembered."""
+def answer(
+    machine: Machine,
+    *devices: str,
+    capabilities: tuple[str, ...] = ("compute", "utility"),
+    gated: tuple[str, ...] = (),
+    meanwhile: Callable[[], Any] = lambda: None,
+) -> Memory:
+    """Asks the memory; where it knows nothing, works the answer out and has it remembered. meanwhile: what happens
+    once the node was looked at."""
     settings = settings_file.load(str(machine.config_file), {})
-    request = Request("environment", devices, capabilities=capabilities)
+    request = Request("environment", devices, capabilities=capabilities, gated=gated)
     known = Memory(request, "jit-cdi", settings).recall()
     if known.found is None:
         found = sources.find(request, "jit-cdi", container(), settings)
-        known.keep(found.injection, found.looked, {"/usr/lib/libcuda.so.1": ("libcuda.so.1", 0x303)})
+        meanwhile()
+        known.watch(found.injection, found.looked)
+        known.keep(found.injection, {"/usr/lib/libcuda.so.1": ("libcuda.so.1", 0x303)})
     return known
 
 
@@ -95,6 +108,67 @@ def test_a_change_of_the_node_is_noticed(
     assert Memory(request, "jit-cdi", settings).recall().found is None
 
 
+@pytest.mark.root
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: shutil.rmtree(next((root / "proc/driver/nvidia/gpus").iterdir())),
+        lambda root: (root / LIB / "libnvidia-opencl.so.570.86.15").write_bytes(b""),
+        lambda root: (root / LIB / "libcuda.so.570.86.15").rename(root / LIB / "libcuda.so.570.86.16"),
+        lambda root: (root / LIB).rename(root / "elsewhere"),
+        lambda root: (root / "dev/nvidia0").unlink(),
+    ],
+    ids=["gpu", "library", "renamed", "folder", "node"],
+)
+def test_what_changes_while_an_answer_is_worked_out_leaves_none(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Any]
+) -> None:
+    """It can't be known whether the answer was made from the node as it was before or is now."""
+    monkeypatch.setattr(memory, "FRESH", 50_000_000)
+    time.sleep(0.2)
+    answer(machine, "0", meanwhile=lambda: (change(machine.root), time.sleep(0.2)))
+    assert remembered(machine) == []
+
+
+@pytest.mark.root
+def test_a_change_while_another_is_waited_for_counts_as_one_of_an_unwatched_node(machine: Machine) -> None:
+    """The runtime waits for a lock on the root file system after it has looked the node over."""
+    machine.make(config(f"{V}=0"))
+    time.sleep(2.1)
+    gone = min((machine.root / "proc/driver/nvidia/gpus").iterdir())
+    held = os.open(machine.bundle / "rootfs", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    change = threading.Timer(1.0, lambda: shutil.rmtree(gone))
+    change.start()
+    first = machine.create(config(f"{V}=0"))
+    os.close(held)
+    change.join()
+    second = machine.create(config(f"{V}=0"))
+    nodes = [[entry["path"] for entry in spec["linux"]["devices"]] for spec in (first, second)]
+    assert [("/dev/nvidia0" in paths, "/dev/nvidia1" in paths) for paths in nodes] == [(True, False), (False, True)]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "etc/cufile.json").write_text("{}"),
+        lambda root: (root / "run/udev").mkdir(parents=True),
+        lambda root: os.mknod(root / "dev/nvidia-fs1", 0o020666, os.makedev(511, 1)),
+    ],
+    ids=["file", "folder", "node"],
+)
+def test_what_comes_with_devices_that_are_asked_for_by_name_is_noticed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Any]
+) -> None:
+    let_age(machine, monkeypatch)
+    os.mknod(machine.root / "dev/nvidia-fs0", 0o020666, os.makedev(511, 0))
+    answer(machine, "0", gated=("gds",))
+    assert answer(machine, "0", gated=("gds",)).found is not None
+    change(machine.root)
+    assert answer(machine, "0", gated=("gds",)).found is None
+
+
 def test_a_change_of_the_configuration_is_noticed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     let_age(machine, monkeypatch)
     answer(machine, "0")
@@ -105,6 +179,14 @@ def test_a_change_of_the_configuration_is_noticed(machine: Machine, monkeypatch:
 def test_what_has_just_changed_is_not_remembered(machine: Machine) -> None:
     machine.create(config(f"{V}=0"))
     assert remembered(machine) == []
+
+
+def test_something_foreign_among_the_answers_hinders_none(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_age(machine, monkeypatch)
+    monkeypatch.setattr(memory, "MOST", 1)
+    (machine.folder / "state/requests/foreign").mkdir(parents=True)
+    answer(machine, "0")
+    assert answer(machine, "0").found is not None
 
 
 def test_nobody_elses_file_and_no_damaged_one_counts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +227,6 @@ def test_a_folder_that_cannot_be_made_stops_nothing(machine: Machine, monkeypatc
 
 def test_the_runtime_gives_the_same_from_memory(machine: Machine) -> None:
     """As a process, on a node that hasn't changed for a while."""
-    import time
-
     time.sleep(2.1)
     first = machine.create(config(f"{V}=1"))
     (path,) = remembered(machine)

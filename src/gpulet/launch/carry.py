@@ -78,9 +78,9 @@ def _libraries(plan: Plan) -> tuple[list[rootfs.Library], dict[str, tuple[str, i
 
 
 def _remember(plan: Plan, sonames: dict[str, tuple[str, int]]) -> None:
-    if plan.memory and plan.looked:
+    if plan.memory:
         own = {mount.path for mount in plan.injection.mounts}
-        plan.memory.keep(plan.injection, plan.looked, {path: it for path, it in sonames.items() if path in own})
+        plan.memory.keep(plan.injection, {path: it for path, it in sonames.items() if path in own})
 
 
 def _read_only(bundle: Bundle, plan: Plan, libraries: list[rootfs.Library], settings: Settings) -> Plan:

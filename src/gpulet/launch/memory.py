@@ -17,7 +17,7 @@ from gpulet.version import __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
     from typing import Any
 
     from gpulet.request.model import Request
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 DRIVER = "/proc/driver/nvidia"
 MOST = 512  # answers; a node has few kinds of requests, so more are somebody's play
 FRESH = 2_000_000_000  # ns: what changed just now may change once more within one tick of its clock
+TICK = 50_000_000  # ns: a file system's clock may be behind by as much
 _NAMES = (1 << 89) - 1  # a prime: what was asked gives the file's name as its remainder
 
 
@@ -38,6 +39,9 @@ class Memory:
         self.sonames: dict[str, tuple[str, int]] = {}
         self.assumed: tuple[str, ...] = ()
         self.lacking: tuple[str, ...] = ()
+        self._began = 0
+        self._said: list[Any] = []
+        self._states: dict[str, list[int] | None] = {}
         self._root = settings.driver_root()
         asked = [getattr(request, name) for name in request._fields if name not in ("reason", "variable", "source")]
         set_up = [getattr(settings, name) for name in settings._fields if name not in ("lines", "unknown")]
@@ -46,17 +50,20 @@ class Memory:
         self._path = f"{settings.state_dir}/requests/{int.from_bytes(key, 'big') % _NAMES:x}.json"
 
     def recall(self) -> Memory:
-        """Looks the answer up."""
+        """Looks the answer up. Where there is none, what is found out from now on may be kept: see `watch`."""
         try:
             content = codec.read_own(self._path)
-            if content["key"] != self._key or not self._unchanged(content):
+            if content["key"] == self._key and self._unchanged(content):
+                self.sonames = {path: (name, flags) for path, (name, flags) in content["sonames"].items()}
+                self.assumed = tuple(content["assumed"])
+                self.lacking = tuple(content["lacking"])
+                self.found = _revived(content["injection"])
                 return self
-            self.sonames = {path: (name, flags) for path, (name, flags) in content["sonames"].items()}
-            self.assumed = tuple(content["assumed"])
-            self.lacking = tuple(content["lacking"])
-            self.found = _revived(content["injection"])
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             pass  # none, or of a form that isn't ours
+        import time
+
+        self._began, self._said = time.time_ns(), _said(self._root)
         return self
 
     def _unchanged(self, content: dict[str, Any]) -> bool:
@@ -64,32 +71,52 @@ class Memory:
             return False
         return bool(content["said"] == _said(self._root))
 
-    def keep(self, injection: Injection, looked: Iterable[str], sonames: dict[str, tuple[str, int]]) -> None:
-        """Remembers an answer. looked: the folders and files that it was made from. Says nothing where it can't."""
-        import time
+    def watch(self, injection: Injection, looked: Sequence[str]) -> None:
+        """Takes down the evidence for an answer that was just worked out, before anything else is waited for.
 
+        looked: the folders and files that it was made from, none where that isn't known. Where one of them, or the
+        driver, has changed since `recall`, the answer may be of before or after, so it won't be kept."""
+        if not looked:
+            return
         nodes = [node.host_path for node in injection.devices]
-        bound = [_evidence(mount.source) for mount in injection.mounts if mount.type in ("", "bind")]
-        states = {path: _state(path) for path in (*map(_witness, looked), *nodes, *bound)}
-        young = time.time_ns() - FRESH
-        if any(seen and seen[1] > young for seen in states.values()):
+        used = [*nodes, *(_evidence(mount.source) for mount in injection.mounts if mount.type in ("", "bind"))]
+        states = {path: _state(path) for path in (*map(_witness, looked), *used)}
+        young = any(seen[1] > self._began - FRESH if seen else self._gone(path) for path, seen in states.items())
+        if not young and all(states[path] for path in used) and _said(self._root) == self._said:
+            self._states = states
+
+    def _gone(self, path: str) -> bool:
+        """Whether a name that is missing may have been there a moment ago: its folder has changed. /tmp and /run do
+        all the time, so no more than this moment counts."""
+        folder = _state(os.path.dirname(path))
+        return folder is not None and folder[1] > self._began - min(FRESH, TICK)
+
+    def keep(self, injection: Injection, sonames: dict[str, tuple[str, int]]) -> None:
+        """Remembers the answer that is watched. Says nothing where it can't, or there is none."""
+        if not self._states:
             return
         content = {
             "key": self._key,
-            "looked": states,
-            "said": _said(self._root),
+            "looked": self._states,
+            "said": self._said,
             "injection": injection.to_data(),
             "assumed": list(self.assumed),
             "lacking": list(self.lacking),
             "sonames": {path: list(pair) for path, pair in sonames.items()},
         }
-        folder = os.path.dirname(self._path)
+        _make_room(os.path.dirname(self._path))
+        codec.write_own(self._path, content)
+
+
+def _make_room(folder: str) -> None:
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    for name in names if len(names) >= MOST else ():
         try:
-            if os.path.isdir(folder) and len(names := os.listdir(folder)) >= MOST:
-                for name in names:
-                    os.unlink(f"{folder}/{name}")
-            codec.write_own(self._path, content)
-        except OSError:
+            os.unlink(f"{folder}/{name}")
+        except OSError:  # another was first, or it is nothing of ours
             pass
 
 

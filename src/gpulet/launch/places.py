@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import os
 
+from gpulet.injection.build import GATED
 from gpulet.node import driver
 from gpulet.node import driver_table as table
 from gpulet.node.paths import below, resolve
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 # what may gain or lose nodes while a driver runs
 DEVICES = (
@@ -16,8 +21,11 @@ DEVICES = (
 )  # fmt: skip
 
 
-def looked_into(files: driver.DriverFiles, dev_root: str, ldcache: str = "") -> tuple[str, ...]:
-    """The places as host paths, each once. dev_root: the folder whose dev/ holds the nodes; ldcache: as for `find`."""
+def looked_into(
+    files: driver.DriverFiles, dev_root: str, ldcache: str = "", gated: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """The places as host paths, each once. dev_root: the folder whose dev/ holds the nodes; ldcache: as for `find`;
+    gated: as a Request has it."""
     root = files.root
     triplet = table.TRIPLETS.get(os.uname().machine, ("", ""))[1]
     folders = [*driver.library_folders(root, ldcache), *(f.format(triplet32=triplet) for f in table.FOLDERS_32)]
@@ -29,7 +37,8 @@ def looked_into(files: driver.DriverFiles, dev_root: str, ldcache: str = "") -> 
         folders += [_folder(base + name) for base in (*table.CONFIGURATION_FOLDERS, "")]
     folders += [f"/lib/firmware{updates}/nvidia/{files.version}" for updates in ("", "/updates")]
     services = [place for _capability, places in table.SOCKETS for place in places]  # their folders change all the time
-    places = [ldcache or "/etc/ld.so.cache", *services]
+    beside = [path for name in gated for path in GATED[name][1]]
+    places = [ldcache or "/etc/ld.so.cache", *services, *beside]
     for folder in dict.fromkeys(folders):
         places += [folder, resolve(root, folder)] if folder else []  # a link on the way may change, or lead elsewhere
     found = [path if path == ldcache else below(root, path) for path in places]

@@ -36,8 +36,8 @@ HOOK_ENV = ("GPULET_HOOK=1",)  # never empty: runc would hand the container's en
 
 class Plan:
     """config: the new config.json; injection: what was put in; work: what is to be done beneath the root; mounts:
-    those that bring libraries, for the loader's cache; laid: what is to be put into the state folder; memory and
-    looked: where the answer comes from or is to be remembered, and what it was made from (see memory.py)."""
+    those that bring libraries, for the loader's cache; laid: what is to be put into the state folder; memory: where the
+    answer comes from or is to be remembered (see memory.py)."""
 
     def __init__(
         self,
@@ -53,7 +53,6 @@ class Plan:
         self.mounts = mounts
         self.laid = laid
         self.memory: Memory | None = None
-        self.looked: tuple[str, ...] = ()
 
 
 class Bundle:
@@ -105,10 +104,9 @@ def _by_prestart_hook(config: dict[str, Any], container: Container, request: Req
 
 def _direct(config: dict[str, Any], container: Container, decision: Decision, settings: Settings, aside: bool) -> Plan:
     request, memory = decision.request, None
-    looked: tuple[str, ...] = ()
     injection = Injection()
     if request:
-        injection, memory, looked = _answer(decision, container, settings)
+        injection, memory = _answer(decision, container, settings)
         config = oci.apply(config, injection)
         if CUDA_VISIBLE_DEVICES in settings.visible_devices_envvars:
             from gpulet.request import cuda
@@ -117,7 +115,7 @@ def _direct(config: dict[str, Any], container: Container, decision: Decision, se
                 config = oci.put_env(config, CUDA_VISIBLE_DEVICES, cuda.cuda_value(request))
     config, work = _take_over(config, injection.rootfs)
     plan = Plan(config, injection, work, _libraries(config, injection, work))
-    plan.memory, plan.looked = memory, looked
+    plan.memory = memory
     if aside and work.links:
         _lay_device_links(plan, settings.state_dir)
     if covered(plan.config, plan.work):
@@ -127,16 +125,17 @@ def _direct(config: dict[str, Any], container: Container, decision: Decision, se
     return plan
 
 
-def _answer(decision: Decision, container: Container, settings: Settings) -> tuple[Injection, Memory, tuple[str, ...]]:
-    """The Injection for a request, remembered or worked out; then also what it was made from."""
+def _answer(decision: Decision, container: Container, settings: Settings) -> tuple[Injection, Memory]:
+    """The Injection for a request, remembered or worked out."""
     memory = Memory(decision.request, decision.mode, settings).recall()
     if memory.found is not None:
-        return memory.found, memory, ()
+        return memory.found, memory
     from gpulet.launch import sources
 
     found = sources.find(decision.request, decision.mode, container, settings)
     memory.assumed, memory.lacking = found.assumed, found.lacking
-    return found.injection, memory, found.looked
+    memory.watch(found.injection, found.looked)
+    return found.injection, memory
 
 
 def _lay_device_links(plan: Plan, folder: str) -> None:
@@ -178,7 +177,7 @@ def by_hook(plan: Plan) -> Plan:
     args = hook_args(os.path.basename(program), plan.work, profile=bool(plan.work.profile_minors))
     hooked = Plan(plan.config, plan.injection, RootfsWork(), laid=plan.laid)
     hooked.config = oci.add_hook(plan.config, Hook("createContainer", program, tuple(args), HOOK_ENV))
-    hooked.memory, hooked.looked = plan.memory, plan.looked
+    hooked.memory = plan.memory
     return hooked
 
 

@@ -163,7 +163,7 @@ def _from_node(request: Request, settings: Settings) -> Found:
 
         injection = injection.replace(rootfs=less(injection.rootfs, settings.jit_disable_hooks))
     known = facts.source == "procfs" and not any(gpu.mig_enabled or not gpu.uuid for gpu in facts.gpus)
-    looked = looked_into(files, facts.dev_root, settings.cli_ldcache) if known else ()
+    looked = looked_into(files, facts.dev_root, settings.cli_ldcache, request.gated) if known else ()
     return Found(injection.replace(gids=()) if settings.no_device_gids else injection, looked, assumed, lacking)
 
 
