@@ -138,6 +138,15 @@ def test_what_cannot_be_given(machine: Machine, env: tuple[str, ...], message: s
     assert machine.called("cli") is None
 
 
+@pytest.mark.parametrize("pid", [0, -1, True])
+def test_a_state_without_a_process_is_not_the_host(machine: Machine, pid: int) -> None:
+    """The container CLI takes its parent, a process of the host's, where it is given no pid."""
+    done = prestart(machine, config(f"{V}=0"), pid=pid)
+    assert done.returncode == 1
+    assert "pid" in done.stderr
+    assert machine.called("cli") is None
+
+
 @pytest.mark.parametrize("part", ["ociVersion", "process", "root"])
 def test_an_incomplete_config(machine: Machine, part: str) -> None:
     broken = config(f"{V}=0")

@@ -47,16 +47,50 @@ def test_without_annotations_nothing_is_confirmed() -> None:
     assert not container().confirmed
 
 
+CRIO = {
+    "io.kubernetes.pod.uid": UID,
+    "io.kubernetes.container.name": "main",
+    "io.kubernetes.pod.namespace": "default",
+    "io.kubernetes.pod.name": "two",
+    "io.kubernetes.cri-o.ContainerType": "container",
+}
+
+
 def test_crio_names_its_pods_too() -> None:
-    notes = {
-        "io.kubernetes.pod.uid": UID,
-        "io.kubernetes.container.name": "main",
-        "io.kubernetes.pod.namespace": "default",
-        "io.kubernetes.pod.name": "two",
-        "io.kubernetes.cri-o.ContainerType": "sandbox",
-    }
-    seen = container(annotations=notes)
+    seen = container(annotations=CRIO | {"io.kubernetes.cri-o.ContainerType": "sandbox"})
     assert (seen.type, seen.name, seen.pod_uid, seen.confirmed) == ("sandbox", "main", UID, True)
+
+
+@pytest.mark.parametrize(
+    ("own", "forged", "fields"),
+    [
+        (CRIO, {"io.kubernetes.cri.container-type": "sandbox"}, ("type",)),
+        (CRIO, {"io.kubernetes.cri.container-name": "other"}, ("name",)),
+        (CRIO, {"io.kubernetes.cri.sandbox-uid": "other"}, ("pod_uid",)),
+        (CRIO, {"io.kubernetes.cri.sandbox-name": "other"}, ("pod_name",)),
+        (CRIO, {"io.kubernetes.cri.sandbox-namespace": "kube-system"}, ("pod_namespace",)),
+        (CRIO, pod(name="other", kind="sandbox"), ("type", "pod_name")),
+        (pod(), {"io.kubernetes.cri-o.ContainerType": "sandbox"}, ("type",)),
+        (pod(), CRIO | {"io.kubernetes.container.name": "other"}, ("name",)),
+    ],
+)
+def test_a_field_holds_nothing_where_somebody_says_otherwise(
+    own: dict[str, str], forged: dict[str, str], fields: tuple[str, ...]
+) -> None:
+    seen = container(annotations=own | forged)
+    assert not seen.confirmed
+    for field in fields:
+        assert getattr(seen, field) == "", field
+    if len(forged) > 1:  # speaks of all: what both say stands
+        honest = container(annotations=own)
+        rest = {"type", "name", "pod_uid", "pod_name", "pod_namespace"} - set(fields)
+        assert all(getattr(seen, field) == getattr(honest, field) for field in rest)
+
+
+def test_engines_that_agree_are_believed() -> None:
+    assert container(annotations=CRIO | pod()) == container(annotations=CRIO | pod()).replace(
+        type="container", name="main", pod_uid=UID, pod_name="two", pod_namespace="default", confirmed=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,6 +138,13 @@ def test_state_of_old_and_new_engines() -> None:
     for bad in (b"", b"[]", b'{"pid": "7"}', b'{"pid": 7, "bundle": "/b\\u0000"}', b'{"pid": 7, "root": "\\ud800"}'):
         with pytest.raises(BundleError):
             State.parse(bad)
+    assert State.parse(b'{"pid": 0, "bundle": "/b"}', process=False) == State(0, "/b")
+
+
+@pytest.mark.parametrize("pid", ["0", "-1", "true", "false", "7.0", "null", '"7"'])
+def test_a_state_without_a_process(pid: str) -> None:
+    with pytest.raises(BundleError, match="pid"):
+        State.parse(f'{{"pid": {pid}, "bundle": "/b"}}'.encode())
 
 
 def test_writing_keeps_mode_and_owner_and_is_whole(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpulet.errors import Refused
+from gpulet.errors import Refused, RequestError
 from gpulet.request.decide import decide, needs_ledger
 from gpulet.request.policy import Ledger, read_ledger
 from gpulet.settings import Settings
@@ -205,6 +205,27 @@ def test_devices_beside_gpus_by_the_plugins_answer_alone(tmp_path: Path) -> None
     assert [rule.where for rule in seen.trace if rule.name == "gds"] == ["the device plugin's answer in the ledger"]
 
 
+@pytest.mark.parametrize("privileged", [True, False])
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+def test_mig_management_by_the_plugins_answer_alone(tmp_path: Path, privileged: bool, mode: str) -> None:
+    settings = KUBELET.replace(mode=mode)
+    own = ("NVIDIA_MIG_CONFIG_DEVICES=all", "NVIDIA_MIG_MONITOR_DEVICES=all")
+    one = container(*own, annotations=pod(), privileged=privileged)
+    seen = decide(one, settings, ledger(tmp_path, entry(GPUS[0]))).request
+    assert (seen.devices, seen.mig_config, seen.mig_monitor) == ((GPUS[0],), "", "")
+    answered = ledger(tmp_path, entry(GPUS[0], NVIDIA_MIG_MONITOR_DEVICES="0"))
+    if privileged:
+        assert decide(one, settings, answered).request.mig_monitor == "0"
+    elif mode == "auto":
+        assert decide(one, settings, answered).request.mig_monitor == ""
+    else:
+        with pytest.raises(RequestError, match="non privileged"):
+            decide(one, settings, answered)
+    trusting = settings.replace(policy_trusted=("default/two",))
+    if privileged:
+        assert decide(one.with_variable(V, "0"), trusting).request.mig_config == "all"
+
+
 @pytest.mark.parametrize("unprivileged", [True, False])
 def test_imex_channels_by_the_plugins_answer_alone(tmp_path: Path, unprivileged: bool) -> None:
     settings = KUBELET.replace(accept_envvar_unprivileged=unprivileged)
@@ -254,6 +275,25 @@ def test_a_pod_that_speaks_as_the_engine_that_does_not_run_it(tmp_path: Path, fo
     assert not seen
     assert "contradict" in seen.reason
     assert decide(container(annotations=CRIO | pod()), settings, book).request.devices == (GPUS[0],)
+
+
+@pytest.mark.parametrize(
+    "annotations",
+    [
+        CRIO | {"io.kubernetes.cri.container-type": "sandbox"},
+        CRIO | pod(kind="sandbox"),
+        pod() | {"io.kubernetes.cri-o.ContainerType": "sandbox"},
+    ],
+)
+def test_nobody_makes_himself_a_pause_container(tmp_path: Path, annotations: dict[str, str]) -> None:
+    one = container(f"{V}=all", annotations=annotations)
+    assert needs_ledger(one, KUBELET)
+    book = ledger(tmp_path, entry(GPUS[0]))
+    seen = decide(one, KUBELET, book)
+    assert not seen.request
+    assert seen.denied()
+    with pytest.raises(Refused, match="asks for GPUs by environment"):
+        decide(one, KUBELET.replace(policy_untrusted_env="deny"), book)
 
 
 @pytest.mark.parametrize("untrusted", ["ignore", "deny"])

@@ -184,9 +184,9 @@ def container_root(spec: str = "") -> str:
     try:
         if spec:
             with open(spec, "rb") as file:
-                state = State.parse(file.read())
+                state = State.parse(file.read(), process=False)
         else:
-            state = State.parse(sys.stdin.buffer.read())
+            state = State.parse(sys.stdin.buffer.read(), process=False)
     except OSError as error:
         raise BundleError("container state", seen=f"{spec}: {error.strerror}", wanted="a file") from None
     root: object = state.root

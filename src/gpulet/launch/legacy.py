@@ -14,12 +14,14 @@ from gpulet.settings import CUDA_VISIBLE_DEVICES, DEFAULT_PATH, Settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from gpulet.request.bundle import Container
     from gpulet.request.model import Request
 
 PRESTART_HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit", "gpulet-hook")
+_SERVING = ("prestart", "createRuntime")  # where it finds the container's namespaces and the host's files
 
 
 def original(config: dict[str, Any], container: Container) -> Container:
@@ -71,17 +73,29 @@ def beyond_the_cli(request: Request, settings: Settings) -> Injection:
 
 
 def has_hook(config: dict[str, Any]) -> bool:
-    """Whether a prestart hook that puts GPUs in is there already, ours or the peer's."""
-    return any(map(is_ours, prestart(config)))
+    """Whether a hook that puts GPUs in is there already, ours or the peer's."""
+    return any(is_ours(hook) for stage in _SERVING for hook in (config.get("hooks") or {}).get(stage) or ())
 
 
 def without_credulous(config: dict[str, Any]) -> dict[str, Any]:
     """config.json without the peer's prestart hook, which an engine took from a hooks folder: under policy kubelet it
     would give what the environment asks for, granted or not."""
-    kept = [hook for hook in prestart(config) if not is_ours(hook) or programs.is_own_hook(hook["path"])]
-    if len(kept) == len(prestart(config)):
+    return _without(config, lambda hook: is_ours(hook) and not programs.is_own_hook(hook["path"]))
+
+
+def without_ours(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json without the hooks that put GPUs in, ours and the peer's: it is done already."""
+    return _without(config, is_ours)
+
+
+def _without(config: dict[str, Any], unwanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The same without the unwanted hooks, in whichever stage somebody has put them: which one the program was made
+    for is written in its documentation, and nothing keeps it to that."""
+    hooks = config.get("hooks") or {}
+    kept = {stage: [hook for hook in entries or () if not unwanted(hook)] for stage, entries in hooks.items()}
+    if all(len(kept[stage]) == len(entries or ()) for stage, entries in hooks.items()):
         return config
-    return oci.with_hooks(config, {**config["hooks"], "prestart": kept})
+    return oci.with_hooks(config, kept)
 
 
 def prestart(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -90,5 +104,8 @@ def prestart(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_ours(hook: dict[str, Any]) -> bool:
-    """Whether a prestart hook is the one that puts GPUs in, ours or the peer's."""
-    return os.path.basename(hook.get("path") or "") in PRESTART_HOOKS
+    """Whether a hook is the one that puts GPUs in, ours or the peer's, by its name or by that of the program to which a
+    link leads. `.real` is the name behind the script that NVIDIA's installer of the toolkit puts in its place."""
+    path = hook.get("path") or ""
+    names = os.path.basename(path), os.path.basename(os.path.realpath(path)) if path else ""
+    return any(name.removesuffix(".real") in PRESTART_HOOKS for name in names)

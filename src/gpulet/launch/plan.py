@@ -74,9 +74,14 @@ class Bundle:
 
     def plan(self, settings: Settings, *, aside: bool = True) -> Plan:
         """What is to be done to it. Raises what `make` raises."""
+        config = self.config
+        if settings.policy_grants == "kubelet" and config.get("hooks"):
+            from gpulet.launch import legacy
+
+            config = legacy.without_credulous(config)
         if self.container.type == "sandbox":
-            return Plan(self.config, Injection(), RootfsWork())
-        return make(self.config, self.container, self.decision, settings, aside=aside)
+            return Plan(config, Injection(), RootfsWork())
+        return make(config, self.container, self.decision, settings, aside=aside)
 
 
 def make(
@@ -92,8 +97,6 @@ def make(
 def _by_prestart_hook(config: dict[str, Any], container: Container, request: Request, settings: Settings) -> Plan:
     from gpulet.launch import legacy
 
-    if settings.policy_grants == "kubelet":
-        config = legacy.without_credulous(config)
     if not request or legacy.has_hook(config):
         return Plan(config, Injection(), RootfsWork())
     extra = legacy.beyond_the_cli(request, settings)
@@ -182,19 +185,16 @@ def by_hook(plan: Plan) -> Plan:
 
 
 def _take_over(config: dict[str, Any], work: RootfsWork) -> tuple[dict[str, Any], RootfsWork]:
-    """The config.json without the prestart hook and the hooks whose work can be done now, and that work added."""
+    """The config.json without the hooks that put GPUs in and those whose work can be done now, and that work added."""
     if not config.get("hooks"):
         return config, work
     from gpulet.injection import cdi_hooks
+    from gpulet.launch import legacy
 
-    hooks = config["hooks"]
-    if _prestart(config):
-        from gpulet.launch import legacy
-
-        hooks = {**hooks, "prestart": [hook for hook in _prestart(config) if not legacy.is_ours(hook)]}
+    config = legacy.without_ours(config)
     names = [str(node.get("path")) for node in (config.get("linux") or {}).get("devices") or ()]
     minors = [number for number in map(cdi_hooks.gpu_number, names) if number >= 0]
-    taken, remaining = cdi_hooks.take_over(hooks, minors=minors, nodes=names)
+    taken, remaining = cdi_hooks.take_over(config.get("hooks") or {}, minors=minors, nodes=names)
     return oci.with_hooks(config, remaining), cdi_hooks.join([work, taken])
 
 

@@ -32,9 +32,10 @@ class Container(Value):
     """One container as its config.json describes it.
 
     env: (name, value) in order, duplicates kept; mounts: (source, destination); root: the root file system's absolute
-    path; type: "container", "sandbox" or "" outside Kubernetes; pod_uid and the rest: from the engine's annotations;
-    confirmed: whether all of that is the engine's word: the annotations are those of one engine alone, and the cgroup's
-    path, which the engine wrote too and a Pod can't choose, carries the same Pod UID.
+    path; type: "container", "sandbox" or "" outside Kubernetes; pod_uid and the rest: from the engine's annotations,
+    "" where two engines' contradict each other; confirmed: whether all of that is the engine's word: the annotations
+    are those of one engine alone, and the cgroup's path, which the engine wrote too and a Pod can't choose, carries the
+    same Pod UID.
     """
 
     env: tuple[tuple[str, str], ...] = ()
@@ -57,7 +58,7 @@ class Container(Value):
         process = _part(config, "process", {})
         annotations = _part(config, "annotations", {})
         cgroups_path = str(_part(config, "linux", {}).get("cgroupsPath") or "")
-        who, by_one_engine = _identity(annotations)
+        who, agreed = _identity(annotations)
         root = str(_part(config, "root", {}).get("path") or "")
         return cls(
             env=_pairs(_part(process, "env", [])),
@@ -66,7 +67,7 @@ class Container(Value):
             privileged=_privileged(config, process),
             root=os.path.abspath(os.path.join(bundle, root)) if root else "",
             cgroups_path=cgroups_path,
-            confirmed=by_one_engine and _carries(cgroups_path, who["pod_uid"]),
+            confirmed=agreed and _carries(cgroups_path, who["pod_uid"]),
             **who,
         )
 
@@ -98,20 +99,29 @@ class State(Value):
     root: str = ""
 
     @classmethod
-    def parse(cls, text: bytes) -> State:
-        """Reads a state; `bundlePath` is what Docker wrote before 17.06. Raises BundleError."""
+    def parse(cls, text: bytes, *, process: bool = True) -> State:
+        """Reads a state; `bundlePath` is what Docker wrote before 17.06. Raises BundleError.
+
+        process: whether the container must have one. Of a pid that isn't positive the kernel, and the container CLI,
+        make the caller's own process or its parent, and the host would be given what was meant for the container.
+        """
         try:
             data = codec.loads(text, first=True)
         except ValueError as error:
             raise BundleError("container state on standard input", seen=error, wanted="a JSON object") from None
-        if not isinstance(data, dict) or not isinstance(data.get("pid", 0), int):
+        pid = data.get("pid", 0) if isinstance(data, dict) else None
+        if not isinstance(pid, int) or isinstance(pid, bool):
             raise BundleError("container state on standard input", seen=str(data)[:80], wanted="an object with a pid")
+        if process and pid <= 0:
+            raise BundleError(
+                "container state on standard input", seen=f"pid {pid}", wanted="the pid of the container's process"
+            )
         bundle = data.get("bundle") or data.get("bundlePath") or ""
         texts = str(bundle), str(data.get("id") or ""), str(data.get("root") or "")
         odd = next((value for value in texts if not codec.is_sound(value)), None)
         if odd is not None:
             raise BundleError("container state on standard input", seen=repr(odd)[:80], wanted=_SOUND)
-        return cls(data.get("pid", 0), *texts)
+        return cls(pid, *texts)
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -250,16 +260,16 @@ def _privileged(config: dict[str, Any], process: dict[str, Any]) -> bool:
 
 
 def _identity(annotations: dict[str, Any]) -> tuple[dict[str, str], bool]:
-    """Who the container is, and whether one engine alone says so.
+    """Who the container is, and whether nothing said about it contradicts anything else.
 
     CRI-O hands every annotation of a Pod on, and containerd those that it is set up to, so a Pod can speak in the words
-    of the engine that doesn't run it, of which nothing overwrites the lie. Where both speak, they have to agree.
+    of the engine that doesn't run it, of which nothing overwrites the lie. Which of the two is the engine can't be
+    told, so where both speak a field holds what both say, and nothing where one says otherwise or is silent.
     """
-    containerd, crio = (
-        {field: str(annotations.get(keys[engine]) or "") for field, keys in _IDENTITY.items()} for engine in (0, 1)
-    )
-    alone = containerd == crio or not any(containerd.values()) or not any(crio.values())
-    return {field: containerd[field] or crio[field] for field in _IDENTITY}, alone
+    told = [{field: str(annotations.get(keys[engine]) or "") for field, keys in _IDENTITY.items()} for engine in (0, 1)]
+    first, *others = [words for words in told if any(words.values())] or told[:1]
+    who = {field: word if all(other[field] == word for other in others) else "" for field, word in first.items()}
+    return who, all(other == first for other in others)
 
 
 def _carries(cgroups_path: str, pod_uid: str) -> bool:

@@ -74,7 +74,10 @@ def granted(container: Container, ledger: Ledger) -> tuple[tuple[str, ...], str]
     if ledger.trouble:
         return (), f"the kubelet's ledger {ledger.path} {ledger.trouble}"
     if not (container.pod_uid and container.name):
-        return (), "config.json names no Pod and container (no annotations of a CRI engine)"
+        return (
+            (),
+            "config.json names no Pod and container: annotations of a CRI engine are missing or contradict each other",
+        )
     if not container.confirmed:
         path = container.cgroups_path or "(none)"
         return (), (
