@@ -22,6 +22,15 @@ Loaded by the programs in launch/, so it imports nothing.
 
 from __future__ import annotations
 
+_HEAD, _TAIL = 600, 200  # characters: a whole path nearly always, a few hundred times less than a variable may have
+
+
+def cut(text: str) -> str:
+    """A text that somebody else wrote, at a length that a line of a log can bear: the middle of a longer one is told
+    by its length."""
+    left_out = len(text) - _HEAD - _TAIL
+    return text if left_out <= 0 else f"{text[:_HEAD]}...({left_out} characters)...{text[-_TAIL:]}"
+
 
 class GpuletError(Exception):
     """An expected failure.
@@ -40,9 +49,9 @@ class GpuletError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        line = self.what
+        line = cut(self.what)
         if self.seen is not None:
-            line += f": {self.seen}"
+            line += f": {cut(str(self.seen))}"
         if self.wanted:
             line += f" (wanted {self.wanted})"
         if self.remedy:

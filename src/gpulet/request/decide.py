@@ -6,7 +6,7 @@ here. Loaded by the programs in launch/.
 
 from __future__ import annotations
 
-from gpulet.errors import Refused, RequestError
+from gpulet.errors import Refused, RequestError, cut
 from gpulet.request import policy
 from gpulet.request.bundle import Container
 from gpulet.request.capabilities import capabilities
@@ -65,8 +65,8 @@ def decide(
     own_word = wish.source != "ledger"
     if not own_word and settings.mode == "auto":
         mode = _default_mode(hook)  # the names that chose another were the container's, and don't count
-    word = container if own_word else policy.answered(container, ledger)  # on devices beside GPUs
-    mig_config, mig_monitor = _mig(container, trace, strict=mode == "legacy")
+    word = container if own_word else policy.answered(container, ledger)  # on whatever isn't a GPU
+    mig_config, mig_monitor = _mig(word, container, trace, strict=mode == "legacy")
     request = Request(
         source=wish.source,
         devices=wish.devices,
@@ -143,8 +143,9 @@ def _refuse_beyond(wish: Asked, container: Container, settings: Settings, ledger
         return
     value = container.variable(wish.variable) if wish.variable else ""
     if policy.beyond(wish.devices, wish.variable, value or "", container, ledger):
+        name = "/".join(filter(None, (container.pod_namespace, container.pod_name, container.name)))
         raise Refused(
-            f"container {container.pod_namespace}/{container.pod_name}/{container.name} asks for GPUs by {wish.source}",
+            f"container {name or 'of no known Pod'} asks for GPUs by {wish.source}",
             seen=",".join(wish.devices),
             wanted="no more than the kubelet allocated",
             remedy="ask for nvidia.com/gpu in resources.limits, or add the Pod to gpulet.policy.trusted",
@@ -154,7 +155,7 @@ def _refuse_beyond(wish: Asked, container: Container, settings: Settings, ledger
 def _described(wish: Asked) -> str:
     if not wish.source:
         return "asks for no GPU"
-    devices = ",".join(wish.devices) or "driver files and no GPU"
+    devices = cut(",".join(wish.devices)) or "driver files and no GPU"
     if wish.source == "legacy-image":
         return "all GPUs, because the image is a legacy CUDA image (CUDA_VERSION and no NVIDIA_REQUIRE_CUDA)"
     return f"{devices} by {wish.variable if wish.source == 'environment' else wish.source}"
@@ -172,11 +173,11 @@ def _gated(container: Container, trace: Trace) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _mig(container: Container, trace: Trace, *, strict: bool) -> tuple[str, str]:
-    """MIG configuration and monitoring: for privileged containers alone."""
+def _mig(word: Container, container: Container, trace: Trace, *, strict: bool) -> tuple[str, str]:
+    """MIG configuration and monitoring: for privileged containers alone, whoever asks for it on their behalf."""
     values = []
     for variable, short in MIG:
-        value = container.variable(variable) or ""
+        value = word.variable(variable) or ""
         if value and not container.privileged:
             if strict:
                 raise RequestError(
@@ -184,7 +185,7 @@ def _mig(container: Container, trace: Trace, *, strict: bool) -> tuple[str, str]
                     seen=f"{variable}={value}",
                     remedy=f"make the container privileged or unset {variable}",
                 )
-            trace.warn("MIG", f"{variable}={value}", container.position(variable), "ignored: not privileged")
+            trace.warn("MIG", f"{variable}={value}", word.position(variable), "ignored: not privileged")
             value = ""
         values.append(value)
     return values[0], values[1]
