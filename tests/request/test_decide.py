@@ -235,6 +235,12 @@ def test_mig_management_needs_privilege() -> None:
         (("all",), None),
         ((), ""),
         (("3", "5"), "0,1"),
+        (("5", "3"), "1,0"),
+        (("10", "9", "2"), "2,1,0"),
+        (("1", "01", "0"), "1,0"),
+        (("nvidia.com/gpu=3", "nvidia.com/gpu=1"), "1,0"),
+        (("1:0", "0:1", "0"), "2,1,0"),
+        ((GPUS[0], "1", "0"), "0,1,2"),
         (GPUS, ",".join(GPUS)),
         (("nvidia.com/gpu=" + GPUS[0],), GPUS[0]),
         (("nvidia.com/gpu=1",), "0"),
@@ -250,6 +256,12 @@ def test_mig_management_needs_privilege() -> None:
 )
 def test_what_cuda_reads_inside(devices: tuple[str, ...], value: str | None) -> None:
     assert cuda_value(Request("environment", devices)) == value
+
+
+@pytest.mark.parametrize(("value", "inside"), [("1,,0", "1,0"), ("0,,1", "0,1"), ("7, 2 ,7", "1,0")])
+def test_cuda_keeps_the_order_that_was_asked_for(value: str, inside: str) -> None:
+    settings = Settings(visible_devices_envvars=("CUDA_VISIBLE_DEVICES",))
+    assert cuda_value(asked(f"CUDA_VISIBLE_DEVICES={value}", settings=settings)) == inside
 
 
 def test_the_trace_tells_where_each_input_stands() -> None:
