@@ -6,7 +6,7 @@ from gpulet.errors import ConfigError
 from gpulet.node.gpu import Lost
 from gpulet.plugin.config import Config
 from gpulet.plugin.resources import inventory
-from gpulet.plugin.sharing import Pattern, Shared, Sharing
+from gpulet.plugin.sharing import PREFIX, Pattern, Shared, Sharing
 from support.hand_made import facts, gpu, gpu_uuid, mig_gpu
 
 
@@ -109,6 +109,55 @@ def test_shared_devices_that_are_not_there():
         inventory(facts(2), Config(time_slicing=sharing(devices=("9",))))
     with pytest.raises(ConfigError, match="requested 3 devices to be replicated, but only 2"):
         inventory(facts(2), Config(time_slicing=sharing(devices=3)))
+
+
+LOST = (Lost(2, "GPU is lost (NVML 15)"),)
+
+
+@pytest.mark.parametrize("devices", [("0", "2"), ("0", "2:1"), ("0", gpu_uuid(2)), ("0", gpu_uuid(0), "2"), 3])
+def test_a_lost_gpu_that_is_to_be_shared_takes_no_other_along(devices):
+    """The plugin starts anew beside a broken GPU: what is left is offered, and what is missing is said."""
+    shared = sharing(devices=devices, rename="nvidia.com/some")
+    wanted = {"nvidia.com/some": 20} if devices == 3 else {"nvidia.com/gpu": 1, "nvidia.com/some": 10}
+    found = inventory(facts(2, lost=LOST), Config(time_slicing=shared))
+    assert {one.name: len(one.devices) for one in found.resources} == wanted
+    assert len([text for text in found.problems if "nvidia.com/some: " in text and "GPU is lost" in text]) == 1
+    with pytest.raises(ConfigError):
+        inventory(facts(2), Config(time_slicing=shared))
+
+
+def test_a_typing_error_beside_a_lost_gpu_is_one():
+    with pytest.raises(ConfigError, match="no matching device: 9"):
+        inventory(facts(2, lost=LOST), Config(time_slicing=sharing(devices=("0", "2", "9"))))
+
+
+def test_a_gpu_left_out_for_its_layout_can_be_named_in_sharing():
+    node = facts(mig_gpu(0, *SEVEN), mig_gpu(1, "1g.10gb", "2g.20gb"))
+    found = inventory(node, Config(mig_strategy="single", time_slicing=sharing(devices=("0:1", "1:0"))))
+    assert {one.name: len(one.devices) for one in found.resources} == {"nvidia.com/gpu": 6 + 10}
+    assert [text for text in found.problems if "device 1:0 can't be shared" in text]
+
+
+@pytest.mark.parametrize(
+    ("node", "items", "wanted", "problems"),
+    [
+        (facts(3), [("gpu", 2, "x", ("0", "1")), ("x", 3, "gpu", "all")], {"nvidia.com/gpu": 1, "nvidia.com/x": 4},
+         ["nvidia.com/x: only sharing makes it, and replicas aren't shared again"]),
+        (facts(2), [("gpu", 2, "x", "all"), ("gpu.x", 3, "", "all")], {"nvidia.com/x": 4},
+         ["nvidia.com/gpu.x: sharing names it, and this node doesn't have it"]),
+        (facts(mig_gpu(0, "1g.10gb", "2g.20gb")),
+         [("mig-1g.10gb", 2, "mig-2g.20gb", "all"), ("mig-2g.20gb", 3, "", "all")],
+         {"nvidia.com/mig-2g.20gb": 2 + 3}, []),
+    ],
+)  # fmt: skip
+def test_replicas_are_made_of_the_nodes_devices_alone(node, items, wanted, problems):
+    entries = tuple(
+        Shared(PREFIX + name, count, rename and PREFIX + rename, which) for name, count, rename, which in items
+    )
+    found = inventory(node, Config(mig_strategy="mixed", time_slicing=Sharing(entries)))
+    assert {one.name: len(one.by_id) for one in found.resources} == wanted
+    assert {one.name: len(one.devices) for one in found.resources} == wanted
+    assert list(found.problems) == problems
 
 
 def test_mps_leaves_mig_devices_out():

@@ -6,10 +6,11 @@ A GPU whose MIG layout a strategy can't express is left out with a reason; the o
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
-from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
+from gpulet.node.gpu import Gpu, Lost, MigDevice, NodeFacts
 from gpulet.plugin.config import Config
 from gpulet.plugin.sharing import PREFIX, Pattern, replicate
 
@@ -101,11 +102,22 @@ def inventory(facts: NodeFacts, config: Config) -> Inventory:
         problems.append("sharing using MPS is not supported for MIG devices: they are left out")
         found = {name: kept for name, devices in found.items() if (kept := [d for d in devices if not d.mig])}
     if config.sharing is not None:
-        absent = [item.name for item in config.sharing.resources if item.name not in found]
-        problems += [f"{name}: sharing names it, and this node doesn't have it" for name in absent]
-        found = replicate(found, config.sharing)
+        away = [*facts.lost, *(Lost(index, reason) for index, reason in left_out.items())]
+        found, missing = replicate(found, config.sharing, partial(_absent, away))
+        problems += missing
     resources = tuple(Resource(name, tuple(found[name])) for name in sorted(found))
     return Inventory(resources, tuple(problems), tuple(layouts))
+
+
+def _absent(away: Sequence[Lost], ref: str) -> str:
+    """Why a device by this index or UUID isn't offered, "" where none of those that are away can be it. "*": why there
+    may be fewer devices than somebody counted."""
+    for gpu in away:
+        if ref in ("*", gpu.uuid) or ref.partition(":")[0] == str(gpu.index):
+            return f"{gpu.name}: {gpu.reason}"
+    if away and ref.startswith(("GPU-", "MIG-")):  # one that is lost can't be asked for its UUIDs
+        return f"it may be, or be on, {away[0].name}: {away[0].reason}"
+    return ""
 
 
 def _offer(found: dict[str, list[Device]], name: str, device: Device) -> None:

@@ -7,7 +7,7 @@ Allocate's answers (allocate.py). The schema is the peer's; unlike it, `rename` 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -148,42 +148,62 @@ def _devices(value: Any, where: str) -> str | int | tuple[str, ...]:
     return refs
 
 
-def replicate(resources: dict[str, list[Device]], sharing: Sharing) -> dict[str, list[Device]]:
-    """The resources with the named ones' devices replaced by replicas. A name that isn't there is passed over."""
-    result = {name: list(devices) for name, devices in resources.items()}
+def replicate(
+    resources: dict[str, list[Device]], sharing: Sharing, absent: Callable[[str], str]
+) -> tuple[dict[str, list[Device]], list[str]]:
+    """The resources with the named ones' devices replaced by replicas, and what couldn't be shared and why.
+
+    absent: why a device that an entry names isn't offered though this node knows of it, "" where it doesn't; with "*":
+    why there may be fewer devices than a count says. Only what it doesn't know of is a ConfigError: one GPU that breaks
+    must not take the others from the kubelet. Replicas are made of the node's devices alone, never of replicas, so no
+    id can come out twice.
+    """
+    named = {item.name for item in sharing.resources}
+    result = {name: list(devices) for name, devices in resources.items() if name not in named}
+    problems = []
+    made = {item.rename for item in sharing.resources if item.name in resources}
     for item in sharing.resources:
-        if item.name not in result:
+        if item.name not in resources:
+            why = "only sharing makes it, and replicas aren't shared again" if item.name in made else (
+                "sharing names it, and this node doesn't have it")  # fmt: skip
+            problems.append(f"{item.name}: {why}")
             continue
-        devices = result.pop(item.name)
-        chosen = {device.id for device in _chosen(devices, item)}
-        kept = [device for device in devices if device.id not in chosen]
-        if len(chosen) * item.replicas > MOST_DEVICES:
+        devices, target = resources[item.name], item.rename or item.name
+        chosen, missing = _chosen(devices, item, absent)
+        problems += [f"{target}: {text}" for text in missing]
+        if len(result.get(target, ())) + len(chosen) * item.replicas > MOST_DEVICES:
             raise ConfigError(f"sharing of {item.name}: {len(chosen)} devices with {item.replicas} replicas each",
                               wanted=f"{MOST_DEVICES} in all, the longest list that a kubelet takes",
                               remedy="lower the replicas")  # fmt: skip
+        kept = [device for device in devices if device.id not in chosen]
         copies = [
             device.replica(number, item.replicas)
             for device in devices
             if device.id in chosen
             for number in range(item.replicas)
         ]
-        for name, share in ((item.name, kept), (item.rename or item.name, copies)):
+        for name, share in ((item.name, kept), (target, copies)):
             if share:
                 result.setdefault(name, []).extend(share)
-    return result
+    return result, problems
 
 
-def _chosen(devices: list[Device], item: Shared) -> Iterable[Device]:
+def _chosen(devices: list[Device], item: Shared, absent: Callable[[str], str]) -> tuple[set[str], list[str]]:
+    """The ids of the devices that an entry names, and which of them aren't there and why."""
     if item.devices == "all":
-        return devices
+        return {device.id for device in devices}, []
     if isinstance(item.devices, int):
-        if item.devices > len(devices):
-            raise ConfigError(f"requested {item.devices} devices to be replicated, but only {len(devices)} devices "
-                              "available", remedy=f"correct sharing of {item.name}")  # fmt: skip
-        return devices[: item.devices]
-    known = {key: device for device in devices for key in (device.id, device.index)}
-    for ref in item.devices:
-        if ref not in known:
+        problem = f"requested {item.devices} devices to be replicated, but only {len(devices)} devices available"
+        few = item.devices > len(devices)
+        if few and not absent("*"):
+            raise ConfigError(problem, remedy=f"correct sharing of {item.name}")
+        return {device.id for device in devices[: item.devices]}, [f"{problem}: {absent('*')}"] if few else []
+    known = {key: device.id for device in devices for key in (device.id, device.index)}
+    away = {ref: absent(ref) for ref in item.devices if ref not in known}
+    for ref, why in away.items():
+        if not why:
             raise ConfigError(f"sharing of {item.name}: no matching device", seen=ref,
                               wanted="an index or UUID on this node")  # fmt: skip
-    return [known[ref] for ref in item.devices]
+    return {known[ref] for ref in item.devices if ref in known}, [
+        f"device {ref} can't be shared: {why}" for ref, why in away.items()
+    ]
