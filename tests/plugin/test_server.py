@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -66,7 +68,8 @@ def test_every_method(stub: rpc.DevicePluginStub, calls: list[Call]):
     )
     reply = stub.GetPreferredAllocation(pb.PreferredAllocationRequest(container_requests=[wanted]), timeout=5)
     assert list(reply.container_responses[0].deviceIDs) == [gpu_uuid(1)]
-    assert calls == [("Allocate", "OK"), ("GetPreferredAllocation", "OK")]
+    names = ("GetDevicePluginOptions", "PreStartContainer", "Allocate", "GetPreferredAllocation")
+    assert calls == [(name, "OK") for name in names]
 
 
 def test_refused(server: Server, stub: rpc.DevicePluginStub, calls: list[Call]):
@@ -81,12 +84,36 @@ def test_refused(server: Server, stub: rpc.DevicePluginStub, calls: list[Call]):
     assert calls == [("Allocate", "INVALID_ARGUMENT"), ("Allocate", "FAILED_PRECONDITION")]
 
 
-def test_no_protobuf(server: Server):
+def test_no_protobuf(server: Server, calls: list[Call]):
     with grpc.insecure_channel(f"unix:{server.path}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         with pytest.raises(grpc.RpcError) as failed:
             channel.unary_unary("/v1beta1.DevicePlugin/Allocate")(b"\xff\xff", timeout=5)
         assert failed.value.code() == grpc.StatusCode.INTERNAL
         assert failed.value.details().startswith("no AllocateRequest")
+    assert calls == [("Allocate", "INTERNAL")]
+
+
+def test_a_stopped_server_is_freed_at_once(folder: str):
+    """A plugin makes a new server for each kubelet; what waits for the garbage collection waits for long."""
+    gc.collect()
+    gc.disable()
+    try:
+        made = Server(f"{folder}/gpu.sock", offer())
+        seen = [weakref.ref(each) for each in (made, made._service, made._calls)]
+        made.start()
+        with grpc.insecure_channel(f"unix:{made.path}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            stream = rpc.DevicePluginStub(channel).ListAndWatch(pb.Empty())
+            next(stream)
+            with pytest.raises(grpc.RpcError):
+                channel.unary_unary("/v1beta1.DevicePlugin/Allocate")(b"\xff\xff", timeout=5)
+            made.stop()
+            assert list(stream) == []
+        never_started = Server(f"{folder}/absent/gpu.sock", offer())
+        seen.append(weakref.ref(never_started))
+        del made, never_started
+        assert [each() for each in seen] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_the_list_follows_the_offer(server: Server, stub: rpc.DevicePluginStub):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,16 +20,16 @@ from gpulet.plugin.api import deviceplugin_pb2 as pb
 from gpulet.plugin.config import Config
 from gpulet.plugin.prefer import Prefer
 from gpulet.plugin.resources import Resource
-from gpulet.plugin.rpc.connection import Service
+from gpulet.plugin.rpc.connection import Observe, Service, unobserved
 from gpulet.plugin.rpc.framing import CallFailed
 from gpulet.plugin.rpc.listener import Listener
 
 log = logging.getLogger(__name__)
 
-Observe = Callable[[str, str, float], None]
-
 SERVICE = "/v1beta1.DevicePlugin/"
 STREAMS = 8  # ListAndWatch calls at a time: the kubelet has one, and each may keep a list of a megabyte waiting
+OPTIONS = pb.DevicePluginOptions(get_preferred_allocation_available=True).SerializeToString()
+NOTHING = pb.PreStartContainerResponse().SerializeToString()
 PATIENCE = 0.5  # seconds that stopping waits for what is being said
 HEALTHY, UNHEALTHY = b"\x12\x07Healthy", b"\x12\x09Unhealthy"  # field 2 of Device, as protobuf writes it
 
@@ -46,20 +45,55 @@ class Offer:
     prefer: Prefer | None = field(default=None, compare=False)
 
 
-def _ignore(rpc_name: str, code: str, seconds: float) -> None:
-    """The observer of a server without metrics."""
+class _Calls:
+    """The unary calls. Apart from the server, which holds them: methods of its own, held by what it holds, would keep a
+    stopped server, its list and its connections in memory until the next garbage collection."""
+
+    def __init__(self, offer: Offer) -> None:
+        self.offer = offer
+
+    def by_path(self) -> dict[bytes, Callable[[bytes], bytes]]:
+        """As bytes in, bytes out."""
+        methods: dict[str, Callable[[bytes], bytes]] = {
+            "GetDevicePluginOptions": lambda request: OPTIONS,
+            "Allocate": self._allocate,
+            "GetPreferredAllocation": self._prefer,
+            "PreStartContainer": lambda request: NOTHING,
+        }
+        return {f"{SERVICE}{name}".encode(): method for name, method in methods.items()}
+
+    def _allocate(self, request: bytes) -> bytes:
+        offer = self.offer
+        try:
+            answers = [
+                allocate(item.devices_ids, offer.resource, offer.config, offer.surroundings, offer.sick)
+                for item in _read(pb.AllocateRequest, request).container_requests
+            ]
+        except AllocationRefused as refusal:
+            log.warning("Allocate refused: %s", refusal)
+            raise CallFailed(refusal.code, str(refusal)) from refusal
+        return bytes(pb.AllocateResponse(container_responses=[_message(each) for each in answers]).SerializeToString())
+
+    def _prefer(self, request: bytes) -> bytes:
+        prefer = self.offer.prefer
+        answers = []
+        for item in _read(pb.PreferredAllocationRequest, request).container_requests:
+            required = list(item.must_include_deviceIDs)
+            chosen = prefer(list(item.available_deviceIDs), required, item.allocation_size) if prefer else []
+            answers.append(pb.ContainerPreferredAllocationResponse(deviceIDs=chosen))
+        return bytes(pb.PreferredAllocationResponse(container_responses=answers).SerializeToString())
 
 
 class Server:
     """Serves one resource at `path`."""
 
-    def __init__(self, path: str, offer: Offer, observe: Observe = _ignore) -> None:
+    def __init__(self, path: str, offer: Offer, observe: Observe = unobserved) -> None:
         self.path = path
         self._offer = offer
-        self._observe = observe
+        self._calls = _Calls(offer)
         self._records = _records(offer.resource)
         self._list = _list_message(offer, self._records)
-        self._service = Service(self._methods(), f"{SERVICE}ListAndWatch".encode(), self._list, STREAMS)
+        self._service = Service(self._calls.by_path(), f"{SERVICE}ListAndWatch".encode(), self._list, STREAMS, observe)
         self._listener: Listener | None = None
         self._identity: tuple[int, int] | None = None
 
@@ -114,50 +148,12 @@ class Server:
             return
         records = self._records if offer.resource == self._offer.resource else _records(offer.resource)
         message = _list_message(offer, records)
-        self._offer, self._records = offer, records
+        self._offer, self._calls.offer, self._records = offer, offer, records
         if message != self._list:
             self._list = message
             self._service.tell(message)
             if self._listener:
                 self._listener.wake()
-
-    def _methods(self) -> dict[bytes, Callable[[bytes], bytes]]:
-        """The unary calls by path, as bytes in, bytes out."""
-        options = pb.DevicePluginOptions(get_preferred_allocation_available=True).SerializeToString()
-        nothing = pb.PreStartContainerResponse().SerializeToString()
-        methods: dict[str, Callable[[bytes], bytes]] = {
-            "GetDevicePluginOptions": lambda request: options,
-            "Allocate": self._allocate,
-            "GetPreferredAllocation": self._prefer,
-            "PreStartContainer": lambda request: nothing,
-        }
-        return {f"{SERVICE}{name}".encode(): method for name, method in methods.items()}
-
-    def _allocate(self, request: bytes) -> bytes:
-        began, offer = time.perf_counter(), self._offer
-        try:
-            answers = [
-                allocate(item.devices_ids, offer.resource, offer.config, offer.surroundings, offer.sick)
-                for item in _read(pb.AllocateRequest, request).container_requests
-            ]
-        except AllocationRefused as refusal:
-            log.warning("Allocate refused: %s", refusal)
-            self._observe("Allocate", refusal.code, time.perf_counter() - began)
-            raise CallFailed(refusal.code, str(refusal)) from refusal
-        reply = pb.AllocateResponse(container_responses=[_message(answer) for answer in answers]).SerializeToString()
-        self._observe("Allocate", "OK", time.perf_counter() - began)
-        return bytes(reply)
-
-    def _prefer(self, request: bytes) -> bytes:
-        began, prefer = time.perf_counter(), self._offer.prefer
-        answers = []
-        for item in _read(pb.PreferredAllocationRequest, request).container_requests:
-            required = list(item.must_include_deviceIDs)
-            chosen = prefer(list(item.available_deviceIDs), required, item.allocation_size) if prefer else []
-            answers.append(pb.ContainerPreferredAllocationResponse(deviceIDs=chosen))
-        reply = pb.PreferredAllocationResponse(container_responses=answers).SerializeToString()
-        self._observe("GetPreferredAllocation", "OK", time.perf_counter() - began)
-        return bytes(reply)
 
 
 def _read(kind: Any, message: bytes) -> Any:

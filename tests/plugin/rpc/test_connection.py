@@ -70,6 +70,23 @@ def test_no_grpc():
     assert asking.call(ECHO, b"after it") == b"after it"
 
 
+def test_every_answer_is_observed():
+    seen: list[tuple[str, str]] = []
+    methods = {b"/x.X/Echo": lambda message: message, b"/x.X/Refuse": refuse, b"/x.X/Stumble": stumble}
+    observe = lambda name, code, seconds: seen.append((name, code)) or seconds >= 0  # noqa: E731
+    asking = client(Service(methods, FEED.encode(), b"first", 1, observe), window=MOST_BYTES)
+    bodies = {ECHO: prefixed(b""), "/x.X/Refuse": prefixed(b""), "/x.X/Stumble": prefixed(b""), FEED: prefixed(b"")}
+    for path, body in [*bodies.items(), (FEED, prefixed(b"")), ("/y", prefixed(b"")), ("/\xff", None), (ECHO, b"x"),
+                       (ECHO, bytes(MOST_BYTES + 6))]:  # fmt: skip
+        asking.ask(path, body)
+        asking.exchange()
+    assert seen == [
+        ("Echo", "OK"), ("Refuse", "FAILED_PRECONDITION"), ("Stumble", "UNKNOWN"), ("Feed", "OK"),
+        ("Feed", "RESOURCE_EXHAUSTED"), ("unknown", "UNIMPLEMENTED"), ("unknown", "UNIMPLEMENTED"),
+        ("Echo", "INTERNAL"), ("Echo", "RESOURCE_EXHAUSTED"),
+    ]  # fmt: skip
+
+
 def test_details_of_any_length_fit_in_a_header():
     def long(message: bytes) -> bytes:
         raise CallFailed("UNKNOWN", "x" * 100_000)

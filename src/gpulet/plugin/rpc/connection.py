@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 
 from gpulet.plugin.rpc.framing import CONTENT_TYPE, MOST_BYTES, CallFailed, framed, single, status
@@ -15,24 +16,43 @@ BEGIN = [(b":status", b"200"), CONTENT_TYPE]
 BEGIN_BLOCK, OK_BLOCK = block(BEGIN), block(status())
 NOT_GRPC = block([(b":status", b"415")])
 
+Observe = Callable[[str, str, float], None]  # a call's name, the code that it was answered with, the seconds it took
+
+
+def unobserved(name: str, code: str, seconds: float) -> None:
+    """The observer where nobody wants to know."""
+
 
 class Service:
     """What can be called, shared by all connections.
 
     unary: path -> message in, message out; it may raise CallFailed. feed: the path of the one call that is answered
     with a stream: `news`, and the next news whenever there is some. most: feeds that are open at the same time.
+    observe: is told of each call that was answered, of a feed when it begins.
     """
 
-    def __init__(self, unary: Mapping[bytes, Callable[[bytes], bytes]], feed: bytes, news: bytes, most: int) -> None:
+    def __init__(
+        self,
+        unary: Mapping[bytes, Callable[[bytes], bytes]],
+        feed: bytes,
+        news: bytes,
+        most: int,
+        observe: Observe = unobserved,
+    ) -> None:
         self.unary = unary
         self.feed = feed
         self.most = most
+        self.observe = observe
         self.open = 0  # feeds that are open now
         self.tell(news)
 
     def tell(self, news: bytes) -> None:
         """The message that every feed is to get from now on. The listener has to be woken after it."""
         self.news = framed(news)
+
+    def name(self, path: bytes) -> str:
+        """A call's name without its service; "unknown" for what isn't ours, whose names are as many as clients like."""
+        return path.rpartition(b"/")[2].decode() if path in self.unary or path == self.feed else "unknown"
 
 
 class Connection(Http2):
@@ -62,30 +82,29 @@ class Connection(Http2):
             self.finish(stream, NOT_GRPC)
 
     def body(self, stream: int, data: bytes) -> None:
-        body = self._asked[stream][1]
+        path, body = self._asked[stream]
         body += data
         if len(body) > MOST_BODY:
             del self._asked[stream]
-            self._refuse(stream, CallFailed("RESOURCE_EXHAUSTED", f"a message has at most {MOST_BYTES} bytes"))
+            refusal = CallFailed("RESOURCE_EXHAUSTED", f"a message has at most {MOST_BYTES} bytes")
+            self._refuse(stream, path, refusal, 0.0)
 
     def complete(self, stream: int) -> None:
+        began = time.perf_counter()
         path, body = self._asked.pop(stream)
         try:
-            if path == self._service.feed:
-                self._open_feed(stream)
-                return
-            method = self._service.unary.get(path)
-            if method is None:
-                raise CallFailed("UNIMPLEMENTED", "Method not found!")
-            answer = framed(method(single(bytes(body))))
+            answer = self._answer(stream, path, bytes(body))
         except CallFailed as failed:
-            self._refuse(stream, failed)
+            self._refuse(stream, path, failed, time.perf_counter() - began)
         except Exception as error:
             log.exception("%s failed", path.decode(errors="replace"))
-            self._refuse(stream, CallFailed("UNKNOWN", f"{type(error).__name__}: {error}"))
+            refusal = CallFailed("UNKNOWN", f"{type(error).__name__}: {error}")
+            self._refuse(stream, path, refusal, time.perf_counter() - began)
         else:
-            self.begin(stream, BEGIN_BLOCK)
-            self.send(stream, answer, OK_BLOCK)
+            if answer is not None:
+                self.begin(stream, BEGIN_BLOCK)
+                self.send(stream, answer, OK_BLOCK)
+            self._service.observe(self._service.name(path), "OK", time.perf_counter() - began)
 
     def sent(self, stream: int) -> None:
         if stream in self._feeds:
@@ -94,6 +113,16 @@ class Connection(Http2):
     def gone(self, stream: int) -> None:
         self._asked.pop(stream, None)
         self._leave_feed(stream)
+
+    def _answer(self, stream: int, path: bytes, body: bytes) -> bytes | None:
+        """The answer of a unary call; None for a feed, which is open now. Raises CallFailed."""
+        if path == self._service.feed:
+            self._open_feed(stream)
+            return None
+        method = self._service.unary.get(path)
+        if method is None:
+            raise CallFailed("UNIMPLEMENTED", "Method not found!")
+        return framed(method(single(body)))
 
     def _open_feed(self, stream: int) -> None:
         if self._service.open >= self._service.most:
@@ -114,5 +143,6 @@ class Connection(Http2):
         if self._feeds.pop(stream, None) is not None:
             self._service.open -= 1
 
-    def _refuse(self, stream: int, failed: CallFailed) -> None:
+    def _refuse(self, stream: int, path: bytes, failed: CallFailed, seconds: float) -> None:
+        self._service.observe(self._service.name(path), failed.code, seconds)
         self.finish(stream, block([*BEGIN, *status(failed.code, failed.details)]))
