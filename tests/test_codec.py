@@ -99,15 +99,17 @@ def test_good_text_loads_no_json_module() -> None:
     assert answer.stdout.strip() == "False"
 
 
-def test_what_is_kept_is_nobody_elses_to_write_whatever_the_umask(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("umask", "mode"), [(0, 0o644), (0o077, 0o600)])
+def test_what_is_kept_is_nobody_elses_to_write_whatever_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    """A low-level runtime may look for what is to be mounted as the container's own root."""
     at = tmp_path / "state/requests/one.json"
-    before = os.umask(0)
+    before = os.umask(umask)
     try:
         codec.write_own(str(at), {"a": 1})
     finally:
         os.umask(before)
     assert codec.read_own(str(at)) == {"a": 1}
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (at, *at.parents[:2])] == [0o644, 0o755, 0o755]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (at, *at.parents[:2])] == [mode, 0o755, 0o755]
     at.chmod(0o666)
     with pytest.raises(PermissionError):
         codec.read_own(str(at))
@@ -128,3 +130,12 @@ def test_a_pipe_in_its_place_makes_nobody_wait(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "one.json", 0o600)
     with pytest.raises(ValueError):
         codec.read_own(str(tmp_path / "one.json"))
+
+
+def test_a_file_is_read_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"a" * 10_000)
+    assert codec.read_file(str(tmp_path / "file")) == b"a" * 10_000
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "none", Path("/dev/zero")):
+        with pytest.raises(OSError):
+            codec.read_file(str(path))

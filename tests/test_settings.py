@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from gpulet import settings
+from gpulet import codec, settings
 from gpulet.errors import ConfigError
 from gpulet.settings import KEYS, Settings, load
 
@@ -32,11 +34,15 @@ trusted = ["kube-system/*"]
 """
 
 
-def write(folder: Path, text: str, age: float = 60) -> Path:
+@pytest.fixture(autouse=True)
+def an_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has just changed isn't kept; here it has been a while."""
+    monkeypatch.setattr(codec, "_FRESH", -(10**18))
+
+
+def write(folder: Path, text: str) -> Path:
     path = folder / "config.toml"
     path.write_text(text)
-    then = time.time() - age
-    os.utime(path, (then, then))
     return path
 
 
@@ -97,6 +103,13 @@ def test_values_places_and_unknown_keys(tmp_path: Path) -> None:
         ("[nvidia-container-runtime]\nmode = 'foo'", "one of auto, cdi"),
         ("[gpulet.policy]\ngrants = 'all'", "one of env, kubelet"),
         ("a = [", "wanted TOML"),
+        ("a = " + "[" * 5000, "wanted TOML"),
+        ('[nvidia-container-runtime]\nruntimes = ["a\\u0000b"]', "line 2: nvidia-container-runtime.runtimes.*NUL"),
+        ('[nvidia-container-runtime]\ndebug = "/a\\u0000b"', "runtime.debug.*NUL"),
+        ('[nvidia-container-cli]\nenvironment = ["A=\\u0000"]', "cli.environment.*NUL"),
+        ('[gpulet]\nstate-dir = "/a\\u0000b"', "line 2: gpulet.state-dir.*NUL"),
+        ("[gpulet]\nstate-dir = 'a/b'", "line 2: gpulet.state-dir: 'a/b' \\(wanted an absolute path\\)"),
+        ("[gpulet]\nstate-dir = ''", "wanted an absolute path"),
         ("[nvidia-container-cli]\nldconfig = '/sbin/ldconfig'", "line 2: nvidia-container-cli.ldconfig.*host"),
         ("[nvidia-container-cli]\nldconfig = ''", "ldconfig"),
     ],
@@ -104,6 +117,22 @@ def test_values_places_and_unknown_keys(tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(str(write(tmp_path, text)))
+
+
+def test_what_is_no_file_is_named_and_nobody_waits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        failed: list[ConfigError] = []
+
+        def attempt(path: Path = path, failed: list[ConfigError] = failed) -> None:
+            with pytest.raises(ConfigError, match=f"{path}: not a regular file") as caught:
+                load(str(path))
+            failed.append(caught.value)
+
+        one = threading.Thread(target=attempt, daemon=True)
+        one.start()
+        one.join(10)
+        assert failed
 
 
 def test_a_containers_ldconfig_only_where_allowed(tmp_path: Path) -> None:
@@ -126,13 +155,46 @@ def test_compiled_is_the_same_and_is_used(tmp_path: Path, monkeypatch: pytest.Mo
     assert load(str(path)) == first
 
 
-def test_a_change_is_seen_and_a_fresh_file_is_not_compiled(tmp_path: Path) -> None:
-    path = write(tmp_path, "disable-require = true", age=60)
+def test_a_change_is_seen_and_a_fresh_file_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, "disable-require = true")
     assert load(str(path)).disable_require is True
+    monkeypatch.undo()
     path.write_text("swarm-resource = 'A12'")  # as long as the first
     assert load(str(path)).swarm_resource == "A12"
     path.write_text("swarm-resource = 'B12'")  # perhaps within the same tick of the file system's clock
     assert load(str(path)).swarm_resource == "B12"
+
+
+def test_a_change_of_the_same_size_is_seen_whatever_the_time_says(tmp_path: Path) -> None:
+    path = write(tmp_path, "swarm-resource = 'A12'")
+    before = path.stat()
+    assert load(str(path)).swarm_resource == "A12"
+    time.sleep(0.02)
+    path.write_text("swarm-resource = 'B12'")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert load(str(path)).swarm_resource == "B12"
+
+
+@pytest.mark.parametrize(
+    ("part", "odd"),
+    [
+        ("fields", {"of_another_version": 1}),
+        ("fields", {"runtimes": 3}),
+        ("fields", {"source": "/x"}),
+        ("fields", []),
+        ("lines", 1),
+        ("unknown", None),
+    ],
+)
+def test_what_was_kept_in_another_form_does_not_count(tmp_path: Path, part: str, odd: object) -> None:
+    path = write(tmp_path, "disable-require = true")
+    load(str(path))
+    kept = tmp_path / ".config.toml.gpulet"
+    content = json.loads(kept.read_text())
+    content["value"][part] = odd
+    kept.write_text(json.dumps(content))
+    found = load(str(path))
+    assert (found.disable_require, found.source) == (True, str(path))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"key": []}', b"\xff"])

@@ -97,9 +97,9 @@ def kept(source: str, at: str, make: Callable[[], Any], stamp: str = "") -> Any:
     """What `make()` makes of the file `source`, kept as JSON in the file `at` and taken from there the next time.
 
     Reading TOML or YAML costs a starting container tens of milliseconds, this costs one. What is kept counts for this
-    very file (inode, size, modification time) and `stamp` alone, and only where root or ourselves wrote it. Where it
-    can't be kept (a folder that can't be written, a value that JSON would change), nothing is said. Raises what `make`
-    raises.
+    very file (inode, size, times of modification and of change: the latter can't be set) and `stamp` alone, and only
+    where root or ourselves wrote it. Where it can't be kept (a folder that can't be written, a value that JSON would
+    change), nothing is said. Raises what `make` raises.
     """
     import time
 
@@ -107,7 +107,8 @@ def kept(source: str, at: str, make: Callable[[], Any], stamp: str = "") -> Any:
         state = os.stat(source)
     except OSError:
         return make()
-    key = [state.st_ino, state.st_size, state.st_mtime_ns, stamp]
+    began = time.time_ns()
+    key = [state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns, stamp]
     try:
         content = read_own(at)
         if content["key"] == key:
@@ -115,7 +116,7 @@ def kept(source: str, at: str, make: Callable[[], Any], stamp: str = "") -> Any:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     value = make()
-    if time.time_ns() - state.st_mtime_ns > _FRESH:
+    if began - state.st_ctime_ns > _FRESH:
         write_own(at, {"key": key, "value": value})
     return value
 
@@ -129,6 +130,18 @@ def read_own(path: str) -> Any:
         if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
             raise PermissionError(1, "another's file", path)  # EPERM
         return loads(read_all(descriptor, info.st_size))
+    finally:
+        os.close(descriptor)
+
+
+def read_file(path: str) -> bytes:
+    """What a file holds. Raises OSError, also for what isn't one: a pipe would make us wait, a device may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        info = os.fstat(descriptor)
+        if info.st_mode & 0o170000 != 0o100000:  # S_IFMT, S_IFREG: inode(7)
+            raise OSError(22, "not a regular file", path)  # EINVAL
+        return read_all(descriptor, info.st_size)
     finally:
         os.close(descriptor)
 
@@ -167,13 +180,14 @@ def write_own(at: str, content: dict[str, Any]) -> None:
 
 
 def make_folder(path: str) -> None:
-    """Makes a folder and those above it, where missing, so that nobody else can write there: engines may start us with
-    a umask of 0, and makedirs gives its mode to the last one alone. Raises OSError."""
+    """Makes a folder and those above it, where missing, so that nobody else can write there and everybody can read,
+    whatever the umask with which an engine starts us; makedirs gives its mode to the last one alone. Raises OSError."""
     if not os.path.isdir(path):
         above = os.path.dirname(path.rstrip("/"))
         if above:
             make_folder(above)
         try:
             os.mkdir(path, 0o755)
+            os.chmod(path, 0o755)
         except FileExistsError:  # another container's was first, or something else is there: writing tells
             pass

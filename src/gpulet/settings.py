@@ -6,7 +6,7 @@ A key that isn't known is ignored, as the peer ignores it, and listed in `unknow
 wrong type is a ConfigError that names the line.
 
 Reading TOML costs a starting container about 20 ms, so what a file holds is kept as JSON beside it
-(`.config.toml.gpulet`), keyed by the file's inode, size and modification time; where the folder can't be written, it
+(`.config.toml.gpulet`), keyed by the file's inode, size and times; where the folder can't be written, it
 isn't.
 """
 
@@ -187,10 +187,20 @@ def load(path: str | None = None, environ: Mapping[str, str] | None = None) -> S
             remedy="correct --config or GPULET_CONFIG",
         ) from None
     beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.gpulet")
-    content = codec.kept(path, beside, lambda: _read_toml(path), __version__)
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in content["fields"].items()
-    }
+    try:
+        return _of(codec.kept(path, beside, lambda: _read_toml(path), __version__), path)
+    except (KeyError, TypeError, ValueError, AttributeError):  # kept in a form that isn't ours
+        return _of(_read_toml(path), path)
+
+
+def _of(content: dict[str, Any], path: str) -> Settings:
+    """The settings that `_read_toml` has found, or that were kept of it. Raises KeyError, TypeError, ValueError or
+    AttributeError for what it can't have found."""
+    fields: dict[str, Any] = {}
+    for name, value in content["fields"].items():
+        if _wanted(name, value):
+            raise ValueError(name)
+        fields[name] = tuple(value) if isinstance(value, list) else value
     lines = tuple((name, line) for name, line in content["lines"].items())
     return Settings(**fields, source=path, lines=lines, unknown=tuple(content["unknown"]))
 
@@ -200,13 +210,16 @@ def _read_toml(path: str) -> dict[str, Any]:
     import tomllib
 
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text = codec.read_file(path).decode("utf-8")
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"configuration file {path}", seen=error, wanted="TOML") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {path}", seen=error, wanted="a file that can be read") from None
+    except RecursionError:
+        raise ConfigError(f"configuration file {path}", seen="nested too deeply", wanted="TOML") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration file {path}", seen=error, wanted="text in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"configuration file {path}", seen=error.strerror, wanted="a file that can be read") from None
     lines = _lines(text)
     fields, unknown = {}, []
     for key, value in _leaves(data):
@@ -229,18 +242,29 @@ def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _checked(path: str, line: int, key: str, field: str, value: Any) -> Any:
-    default = getattr(Settings, field)
-    if isinstance(default, bool):
-        right, wanted = isinstance(value, bool), "true or false"
-    elif isinstance(default, tuple):
-        right, wanted = isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of text"
-    else:
-        right, wanted = isinstance(value, str), "text in quotes"
-    if field in CHOICES:
-        right, wanted = right and value in CHOICES[field], "one of " + ", ".join(CHOICES[field])
-    if not right:
+    wanted = _wanted(field, value)
+    if wanted:
         raise ConfigError(f"{path} line {line}: {key}", seen=repr(value), wanted=wanted)
     return value
+
+
+def _wanted(field: str, value: Any) -> str:
+    """What a field's value should be where it can't be used, "" where it can. Raises AttributeError for no field."""
+    default = getattr(Settings, field)
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, tuple):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            return "a list of text"
+    elif not isinstance(value, str):
+        return "text in quotes"
+    if not all(map(codec.is_sound, [value] if isinstance(value, str) else value)):
+        return "text without NUL"
+    if field in CHOICES and value not in CHOICES[field]:
+        return "one of " + ", ".join(CHOICES[field])
+    if field == "state_dir" and not value.startswith("/"):
+        return "an absolute path"
+    return ""
 
 
 def _check_ldconfig(path: str, lines: dict[str, int], fields: dict[str, Any]) -> None:
