@@ -71,6 +71,52 @@ def test_a_sink_that_cannot_be_written_stops_nothing(tmp_path: Path, capsys: pyt
     assert "level=error" in capsys.readouterr().err
 
 
+def test_a_pipe_makes_nobody_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    sinks = Log([str(tmp_path / "pipe"), str(tmp_path / "log")])
+    sinks.write("error", "nobody reads")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        sinks.write("error", "somebody reads")
+        assert b"somebody reads" in os.read(reader, 9999)
+        for _ in range(2000):
+            sinks.write("error", "more than it holds" * 10)
+    finally:
+        os.close(reader)
+    assert len((tmp_path / "log").read_text().splitlines()) == 2002
+
+
+def test_no_pipe_in_a_configured_place_keeps_a_container_waiting(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    for name in ("debug", "log", "ledger"):
+        os.mkfifo(tmp_path / name)
+    machine.config_file.write_text(
+        f"[nvidia-container-cli]\nroot = '{machine.root}'\n"
+        f"[nvidia-container-runtime]\nruntimes = ['{machine.low}']\ndebug = '{tmp_path}/debug'\n"
+        f"[gpulet]\nstate-dir = '{tmp_path}/state'\n"
+        f"[gpulet.policy]\ngrants = 'kubelet'\ncheckpoint = '{tmp_path}/ledger'\n"
+    )
+    machine.make(config("NVIDIA_VISIBLE_DEVICES=0", annotations=pod()))
+    create = ("create", "--bundle", str(machine.bundle), "x")
+    done = machine.run("gpulet-runtime", "--log", f"{tmp_path}/log", *create)
+    assert (done.returncode, machine.called("low")) == (0, ["--log", f"{tmp_path}/log", *create])
+    (machine.bundle / "config.json").write_text("{")
+    done = machine.run("gpulet-runtime", "--log", f"{tmp_path}/log", *create)
+    assert done.returncode == 1
+    assert "level=error" in done.stderr
+
+
+def test_standard_error_is_a_log_too(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.configure()
+    text = machine.config_file.read_text().replace(f"debug = '{tmp_path}/log'", "debug = '/dev/stderr'")
+    machine.config_file.write_text(text)
+    machine.make(config("NVIDIA_VISIBLE_DEVICES=0"))
+    done = machine.run("gpulet-runtime", "create", "--bundle", str(machine.bundle), "x")
+    assert done.returncode == 0
+    assert "GPUs for a container" in done.stderr
+
+
 # -- the system's log
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +304,9 @@ def test_the_ledger_names_what_mounts_that_do_not_count_would(tmp_path: Path, un
     settings = KUBELET.replace(accept_volume_mounts=False, policy_untrusted_env=untrusted)
     one = container(f"{V}={folder}", mounts=(GPUS[0],), annotations=pod())
     assert decide(one, settings, book).request.devices == (GPUS[0],)
+
+
+def test_a_ledger_that_is_no_file_makes_nobody_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        assert read_ledger(str(path)).trouble == "can't be read: not a regular file"

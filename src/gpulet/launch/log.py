@@ -23,6 +23,8 @@ LEVELS = ("panic", "fatal", "error", "warning", "info", "debug", "trace")
 SYSTEM_LOG = "/dev/log"  # where syslog(3) sends to; systemd's journal reads it too
 _DAEMON_WARNING = 3 << 3 | 4  # RFC 3164, section 4.1.1: facility and severity
 _MOST = 2048  # bytes of a record there
+# a pipe that nobody reads, or that is full, makes no container wait, and a terminal isn't made ours
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._/@^+")
 
 
@@ -49,7 +51,7 @@ class Log:
         for sink in self.sinks:
             try:
                 os.makedirs(os.path.dirname(sink) or ".", exist_ok=True)
-                descriptor = os.open(sink, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                descriptor = os.open(sink, _APPEND, 0o644)
                 try:
                     os.write(descriptor, line)
                 finally:

@@ -48,8 +48,7 @@ class Ledger(Value):
 def read_ledger(path: str) -> Ledger:
     """Reads the kubelet's checkpoint. Never raises: whatever is wrong is the ledger's `trouble`, which denies."""
     try:
-        with open(path, "rb") as file:
-            data = codec.loads(file.read())
+        data = codec.loads(codec.read_file(path))
     except OSError as error:
         return Ledger(path, trouble=f"can't be read: {error.strerror}")
     except ValueError:
