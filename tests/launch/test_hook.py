@@ -10,7 +10,7 @@ import pytest
 
 from gpulet.launch.hook import _compat_mode, environment
 from gpulet.settings import Settings
-from support.containers import config
+from support.containers import config, pod
 from support.machine import LOW, Machine
 
 V = "NVIDIA_VISIBLE_DEVICES"
@@ -145,6 +145,13 @@ def test_a_state_without_a_process_is_not_the_host(machine: Machine, pid: int) -
     assert done.returncode == 1
     assert "pid" in done.stderr
     assert machine.called("cli") is None
+
+
+def test_a_long_value_makes_no_long_warning(machine: Machine) -> None:
+    machine.configure(rest=f"[gpulet.policy]\ngrants = 'kubelet'\ncheckpoint = '{machine.folder}/none'\n")
+    done = prestart(machine, config("CUDA_VERSION=" + "1" * 27000, annotations=pod()))
+    assert "legacy image: CUDA_VERSION=111" in done.stderr
+    assert len(done.stderr) < 4096
 
 
 @pytest.mark.parametrize("part", ["ociVersion", "process", "root"])
