@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+from h2.exceptions import StreamClosedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,6 +111,28 @@ def test_the_largest_message_and_one_more_byte():
     asking.exchange()
     assert asking.status(stream) == ("8", f"a message has at most {MOST_BYTES} bytes")
     assert asking.reset == {stream: 0}
+    assert asking.call(ECHO, b"after it") == b"after it"
+
+
+def test_many_messages_without_an_end():
+    asking = client(window=MOST_BYTES * 2)
+    half = prefixed(bytes(MOST_BYTES))[: MOST_BYTES // 2]
+    streams = [asking.ask(ECHO, b"", end=False) for _ in range(40)]
+    for stream in streams:
+        with contextlib.suppress(StreamClosedError):  # in the middle of it
+            asking.push(stream, half, end=False)
+    asking.exchange()
+    refused = [stream for stream in streams if stream in asking.ended]
+    assert len(refused) == 36 and {asking.status(stream)[0] for stream in refused} == {"8"}
+    assert sum(len(body) for _, body in asking.connection._asked.values()) <= 2 * MOST_BYTES + 10
+    going, reset, *_ = (stream for stream in streams if stream not in refused)
+    asking.h2.reset_stream(reset)
+    asking.push(going, bytes(5 + MOST_BYTES - len(half)), end=True)  # whoever was taken can come to an end
+    asking.exchange()
+    for _ in range(200):
+        if going not in asking.ended:
+            asking.take(going)
+    assert asking.messages(going) == [bytes(MOST_BYTES)]
     assert asking.call(ECHO, b"after it") == b"after it"
 
 
@@ -265,4 +290,9 @@ def test_nothing_is_kept_of_calls_that_are_over(calls: int):
         assert asking.call(ECHO, b"x" * 100) == b"x" * 100
         for stream in list(asking.unread):
             asking.take(stream)
-    assert not asking.connection._streams and not asking.connection._asked and not asking.connection._read
+    assert (
+        not asking.connection._streams
+        and not asking.connection._asked
+        and not asking.connection._held
+        and not asking.connection._read
+    )

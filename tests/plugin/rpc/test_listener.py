@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -17,6 +17,7 @@ from hpack import Encoder
 from hyperframe.frame import DataFrame, HeadersFrame, SettingsFrame, WindowUpdateFrame
 
 from gpulet.plugin.rpc.connection import Service
+from gpulet.plugin.rpc.http2 import PREFACE
 from gpulet.plugin.rpc.listener import Listener
 
 OWN = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
@@ -87,25 +88,53 @@ def test_stopping_ends_the_feeds_well():
         listener.wake()  # too late, and no harm
 
 
+def deaf(path: str, service: Service) -> socket.socket:
+    """A client with a feed, a window without end, and no wish to read."""
+    asked = Encoder().encode([(":path", "/x.X/Feed"), ("content-type", "application/grpc")])
+    frames = (
+        SettingsFrame(0, {4: 1 << 30}),
+        WindowUpdateFrame(0, 1 << 30),
+        HeadersFrame(1, asked, flags=["END_HEADERS"]),
+        DataFrame(1, bytes(5), flags=["END_STREAM"]),
+    )
+    made = socket.socket(socket.AF_UNIX)
+    made.connect(path)
+    made.sendall(PREFACE + b"".join(frame.serialize() for frame in frames))
+    until(lambda: service.open)
+    return made
+
+
+def until(ready: Callable[[], object]) -> None:
+    end = time.monotonic() + 10
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_stopping_waits_no_longer_than_told_for_who_reads_nothing():
-    with served(bytes(8 << 20)) as (path, service, listener), socket.socket(socket.AF_UNIX) as deaf:
-        asked = Encoder().encode([(":path", "/x.X/Feed"), ("content-type", "application/grpc")])
-        frames = (
-            SettingsFrame(0, {4: 1 << 30}),
-            WindowUpdateFrame(0, 1 << 30),
-            HeadersFrame(1, asked, flags=["END_HEADERS"]),
-            DataFrame(1, bytes(5), flags=["END_STREAM"]),
-        )
-        deaf.connect(path)
-        deaf.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"".join(frame.serialize() for frame in frames))
-        until = time.monotonic() + 10
-        while not service.open and time.monotonic() < until:
-            time.sleep(0.01)
+    with served(bytes(8 << 20)) as (path, service, listener), deaf(path, service):
         with channel(path) as (echo, _):
             assert echo(b"others are served", timeout=5) == b"others are served"
         began = time.monotonic()
         listener.stop(0.3)
         assert 0.25 < time.monotonic() - began < 2 and service.open == 0
+
+
+def test_who_reads_nothing_has_one_piece_of_news_waiting_and_gets_the_newest():
+    size = 1 << 20
+    with served(b"0" * size) as (path, service, listener), deaf(path, service) as reader, channel(path) as (echo, _):
+        for number in b"123456":
+            service.tell(bytes([number]) * size)
+            listener.wake()
+            echo(b"", timeout=5)  # after it in the thread
+        client = next(iter(listener._clients.values()))  # the first
+        assert size / 2 < len(client.rest) < size * 1.1
+        reader.settimeout(5)
+        heard = bytearray()
+        while heard[-1:] != b"6" or heard.count(b"6") < size:
+            heard += reader.recv(1 << 20)
+        assert heard.count(b"0") == size and not heard.count(b"5")
+        until(lambda: not client.rest)
 
 
 def test_clients_that_vanish_leave_nothing(caplog):

@@ -12,6 +12,7 @@ from gpulet.plugin.rpc.http2 import Http2, block
 log = logging.getLogger(__name__)
 
 MOST_BODY = MOST_BYTES + 5  # a message and its prefix
+MOST_HELD = 2 * MOST_BODY  # bytes of a connection's requests that haven't come to their end
 BEGIN = [(b":status", b"200"), CONTENT_TYPE]
 BEGIN_BLOCK, OK_BLOCK = block(BEGIN), block(status())
 NOT_GRPC = block([(b":status", b"415")])
@@ -62,7 +63,9 @@ class Connection(Http2):
         super().__init__(window=MOST_BODY + 1)  # so that a body that is too large is seen, and not waited for
         self._service = service
         self._asked: dict[int, tuple[bytes, bytearray]] = {}  # stream -> path, body so far
+        self._held = 0  # bytes of those bodies
         self._feeds: dict[int, bytes] = {}  # stream -> the last news that it was sent
+        self.behind = False  # whether what we said before still waits in this process: then there is no more news
 
     def refresh(self) -> None:
         """There are news for the feeds."""
@@ -84,14 +87,20 @@ class Connection(Http2):
     def body(self, stream: int, data: bytes) -> None:
         path, body = self._asked[stream]
         body += data
+        self._held += len(data)
         if len(body) > MOST_BODY:
-            del self._asked[stream]
-            refusal = CallFailed("RESOURCE_EXHAUSTED", f"a message has at most {MOST_BYTES} bytes")
-            self._refuse(stream, path, refusal, 0.0)
+            problem = f"a message has at most {MOST_BYTES} bytes"
+        elif self._held > MOST_HELD:
+            problem = f"unfinished messages have at most {MOST_HELD} bytes"
+        else:
+            return
+        self._forget_question(stream)
+        self._refuse(stream, path, CallFailed("RESOURCE_EXHAUSTED", problem), 0.0)
 
     def complete(self, stream: int) -> None:
         began = time.perf_counter()
-        path, body = self._asked.pop(stream)
+        path, body = self._asked[stream]
+        self._forget_question(stream)
         try:
             answer = self._answer(stream, path, bytes(body))
         except CallFailed as failed:
@@ -111,8 +120,12 @@ class Connection(Http2):
             self._feed(stream)
 
     def gone(self, stream: int) -> None:
-        self._asked.pop(stream, None)
+        self._forget_question(stream)
         self._leave_feed(stream)
+
+    def _forget_question(self, stream: int) -> None:
+        if stream in self._asked:
+            self._held -= len(self._asked.pop(stream)[1])
 
     def _answer(self, stream: int, path: bytes, body: bytes) -> bytes | None:
         """The answer of a unary call; None for a feed, which is open now. Raises CallFailed."""
@@ -135,7 +148,7 @@ class Connection(Http2):
     def _feed(self, stream: int) -> None:
         """The newest news, once the last ones have been sent; those between are skipped."""
         news = self._service.news
-        if self._feeds[stream] is not news and not self.sending(stream):
+        if self._feeds[stream] is not news and not self.sending(stream) and not self.behind:
             self._feeds[stream] = news
             self.send(stream, news)
 

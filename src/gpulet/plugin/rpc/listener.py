@@ -28,7 +28,7 @@ class _Client:
     def __init__(self, sock: socket.socket, service: Service) -> None:
         self.socket = sock
         self.connection = Connection(service)
-        self.rest = b""
+        self.rest = memoryview(b"")
 
     @property
     def busy(self) -> bool:
@@ -49,12 +49,26 @@ class _Client:
             self.connection.lose()
 
     def flush(self) -> None:
-        """Send what there is. Raises OSError where nobody is there any more."""
-        data = self.rest + self.connection.outgoing()
-        try:
-            self.rest = data[self.socket.send(data) :] if data else data
-        except BlockingIOError:
-            self.rest = data
+        """Send what there is, and then what was news while the client took nothing.
+
+        Raises OSError where nobody is there any more.
+        """
+        self._send()
+        if self.connection.behind and not self.rest:
+            self.connection.behind = False
+            self.connection.refresh()
+            self._send()
+        self.connection.behind = bool(self.rest)
+
+    def _send(self) -> None:
+        said = self.connection.outgoing()
+        if said:
+            self.rest = memoryview(b"".join((self.rest, said)) if self.rest else said)
+        if self.rest:
+            try:
+                self.rest = self.rest[self.socket.send(self.rest) :]
+            except BlockingIOError:
+                pass
 
 
 class Listener:
