@@ -448,3 +448,73 @@ def test_a_node_without_a_driver_is_alive_and_not_ready(folder, kubelet):
         assert plugin.get(running.endpoint.port, "/healthz") == (200, "ok\n")
         wanted = (503, "no GPUs found yet: NVML library not found\n")
         assert plugin.get(running.endpoint.port, "/readyz") == wanted
+
+
+def test_a_driver_that_hangs_is_told_and_holds_nothing_up(folder, kubelet, caplog, monkeypatch):
+    monkeypatch.setattr("gpulet.plugin.aside.PATIENCE", 0.2)
+    hung = threading.Event()
+    hung.set()
+
+    def look():
+        assert hung.wait(30)
+        return facts(2)
+
+    config = folder / "c.yaml"
+    config.write_text("")
+    words = ("--metrics-address=127.0.0.1:0", "--config-file", str(config))
+    with plugin.running(folder, look, *words, refresh_every=0.05) as running:
+        kubelet.wait_for(GPU, 2)
+        hung.clear()
+        kubelet.wait_for(GPU, 0)
+        wanted = (503, "NVML: the driver gave no answer within 0.2 s\n")
+        assert plugin.get(running.endpoint.port, "/healthz") == wanted
+        (folder / "gpulet" / "well").mkdir(parents=True, exist_ok=True)
+        (folder / "gpulet" / "well" / "GPU-x").touch()
+        running.reload()
+        plugin.until(lambda: not (folder / "gpulet" / "well" / "GPU-x").exists())
+        assert caplog.text.count("the node's GPUs can't be asked: the driver gave no answer") == 1
+        assert "NVMLFailed" in caplog.text
+        hung.set()
+        kubelet.wait_for(GPU, 2)
+        hung.clear()
+        kubelet.wait_for(GPU, 0)
+        began = time.monotonic()
+        running.call(lambda daemon: daemon.stop.set())
+        running.thread.join(5)
+        assert time.monotonic() - began < 1
+    assert not (folder / "nvidia-gpu.sock").exists()
+    hung.set()
+
+
+def test_a_driver_that_hangs_at_the_start(folder, kubelet, monkeypatch):
+    monkeypatch.setattr("gpulet.plugin.aside.PATIENCE", 0.2)
+    hung = threading.Event()
+
+    def look():
+        assert hung.wait(30)
+        return facts(2)
+
+    with plugin.running(folder, look, "--metrics-address=127.0.0.1:0", refresh_every=0.05) as running:
+        assert plugin.get(running.endpoint.port, "/healthz")[0] == 200
+        plugin.until(lambda: plugin.get(running.endpoint.port, "/healthz")[0] == 503)
+        hung.set()
+        kubelet.wait_for(GPU, 2)
+        assert plugin.get(running.endpoint.port, "/healthz")[0] == 200
+
+
+def test_a_first_answer_that_comes_late_and_is_a_failure_counts_as_one(folder, monkeypatch):
+    monkeypatch.setattr("gpulet.plugin.aside.PATIENCE", 0.1)
+
+    def look():
+        time.sleep(0.3)
+        raise NvmlError("NVML isn't there", code=12)
+
+    with pytest.raises(NvmlError, match="isn't there"), plugin.running(folder, look, refresh_every=0.05) as running:
+        running.thread.join(5)
+
+
+def test_ready_without_registering_where_that_is_wanted(folder):
+    words = ("--metrics-address=127.0.0.1:0", "--kubelet-socket=")
+    with plugin.running(folder, lambda: facts(1), *words) as running:
+        plugin.until((folder / "nvidia-gpu.sock").exists)
+        assert plugin.get(running.endpoint.port, "/readyz") == (200, "ok\n")

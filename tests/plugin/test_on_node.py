@@ -255,6 +255,24 @@ def test_signals(site):
     assert "nvidia-gpu.sock" not in os.listdir(site.folder / "kubelet")
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_a_library_that_hangs_keeps_nobody_from_ending_it(site, running):
+    if not running:
+        inject(site.folder, "nvml init takes 40s")
+    site.start()
+    if running:
+        site.kubelet.wait_for(GPU, 8)
+        inject(site.folder, "nvml init takes 40s")
+    else:
+        until(lambda: "Running with config" in site.log())
+    time.sleep(1)
+    began = time.monotonic()
+    site.process.terminate()
+    assert site.process.wait(10) == 0
+    assert time.monotonic() - began < 3
+    assert "nvidia-gpu.sock" not in os.listdir(site.folder / "kubelet")
+
+
 EARLY = """
 import os, signal, sys
 from gpulet.plugin import entry

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from gpulet.errors import NodeError, NvmlError
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin import mps
+from gpulet.plugin.aside import Asking, Unanswered, aside
 from gpulet.plugin.config import Config
 from gpulet.plugin.generation import Generation, Publish, generation, with_lost
 from gpulet.plugin.health import Notice, NvmlState, XidSeen
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LAST_PATIENCE = 1.0  # seconds that the end waits for the health checks; NVML may hang
 Load = Callable[[], Config]
 Look = Callable[[Config], NodeFacts]
 
@@ -60,11 +62,16 @@ class Daemon:
         self.generation: Generation | None = None
         self.looked: NodeFacts | None = None  # what the last look found, taken over or not
         self.agents: dict[str, Agent] = {}
-        self._load, self._look, self._publish = load, look, publish
+        self._load, self._look, self._publish = load, Asking(look), publish
         self._failure: BaseException | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reload = asyncio.Event()
         self._file: tuple[int, int] | None = None
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the node has been asked and lets us wait."""
+        return self._look.overdue
 
     def reload(self) -> None:
         """Read the configuration again soon (SIGHUP)."""
@@ -74,36 +81,50 @@ class Daemon:
         """Offer this configuration's resources, then follow changes. Raises GpuletError for a first generation that
         can't be worked out (NVML's failures only with fail_on_init_error)."""
         self._wanted = config
-        # the file's version isn't known: it may have changed since it was read, so the first round reads it again
+        work, stopped = asyncio.ensure_future(self._work(config)), asyncio.ensure_future(self.stop.wait())
         try:
-            await self._first(config)
-            while not self.stop.is_set():
-                await self._wait(config.refresh_interval)
-                if not self.stop.is_set():
-                    config = await self._follow(config)
+            await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await asyncio.to_thread(self.wellness.stop)
+            for task in (work, stopped):  # whatever it waits for: an end that was asked for comes at once
+                task.cancel()
+            await asyncio.gather(work, stopped, return_exceptions=True)
             for name in list(self._tasks):
                 await self._end(name)
+            await self._end_health()
         if self._failure:
             raise self._failure
+        if not work.cancelled():
+            work.result()
+
+    async def _end_health(self) -> None:
+        try:
+            await asyncio.wait_for(aside(self.wellness.stop), LAST_PATIENCE)
+        except TimeoutError:
+            log.warning("the health checks don't end: NVML gives no answer; ending without them")
+
+    async def _work(self, config: Config) -> None:
+        # the file's version isn't known: it may have changed since it was read, so the first round reads it again
+        await self._first(config)
+        while True:
+            await self._wait(config.refresh_interval)
+            config = await self._follow(config)
 
     async def _first(self, config: Config) -> None:
         try:
-            facts = await asyncio.to_thread(self._look, config)  # may take long: probes want their answer meanwhile
-            if not self.stop.is_set():
-                await self._adopt(generation(config, facts, self._publish))
+            facts = await self._look(config)  # may take long: probes want their answer meanwhile
+            await self._adopt(generation(config, facts, self._publish))
+        except Unanswered as error:  # it may be slow and not broken: followed as any change is
+            self._cannot_ask(error)
         except NodeError as error:
             if config.fail_on_init_error:
                 raise
             log.warning("%s; waiting for it, since fail-on-init-error is off", error)
 
     async def _wait(self, seconds: float) -> None:
-        waits = [asyncio.ensure_future(event.wait()) for event in (self.stop, self._reload)]
-        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        try:
+            await asyncio.wait_for(self._reload.wait(), seconds)
+        except TimeoutError:
+            pass
 
     async def _follow(self, config: Config) -> Config:
         """Take over what changed in the configuration or on the node; what can't be taken over changes nothing, and
@@ -125,16 +146,21 @@ class Daemon:
             await self._audit()
             self.news.trouble("node", "")
         except NvmlError as error:
-            self.news.trouble("node", f"the node's GPUs can't be asked: {error}")
-            self.wellness.hear(NvmlState(str(error), user="facts"))
+            if self.generation is None and config.fail_on_init_error and not isinstance(error, Unanswered):
+                raise  # the first answer, which came late
+            self._cannot_ask(error)
         except Exception as error:
             self.news.trouble("node", f"the last generation stays: {error}", error)
         try:
-            await asyncio.to_thread(self.news.drifted, config, self.generation, self.looked)
+            await aside(self.news.drifted, config, self.generation, self.looked)
             self.news.trouble("comparison", "")
         except Exception as error:
             self.news.trouble("comparison", f"driver and CDI specs can't be compared with the node: {error}", error)
         return config
+
+    def _cannot_ask(self, error: NvmlError) -> None:
+        self.news.trouble("node", f"the node's GPUs can't be asked: {error}")
+        self.wellness.hear(NvmlState(str(error), user="facts"))
 
     def _read_again(self, config: Config) -> None:
         """Have the newest configuration that can be read as the wanted one. config: the one in force."""
@@ -158,7 +184,7 @@ class Daemon:
 
     async def _take_over(self, config: Config) -> None:
         """Look at the node, and make a generation where it or the configuration differs from the one in force."""
-        facts = await asyncio.to_thread(self._look, config)
+        facts = await self._look(config)
         current = self.generation
         before = current.facts if current else None
         self.looked = looked = with_lost(facts, before)
@@ -173,8 +199,8 @@ class Daemon:
         """Whether what the kubelet gave out is there, once, and can be used."""
         current = self.generation
         if current:
-            self.news.audit(current)
-            lost = await asyncio.to_thread(self.news.access.look, current)
+            await aside(self.news.audit, current)
+            lost = await aside(self.news.access.look, current)
             held = await holders(current.config, current.offers) if lost else ()
             for one in lost:
                 self.news.lost_access(one, held)

@@ -22,9 +22,9 @@ PATIENCE = 10.0  # seconds for one question and its answer
 
 def _health(daemon: Daemon) -> list[str]:
     """What is wrong with the daemon itself. A node that never had a driver is none of its faults: to start it again and
-    again would change nothing there."""
+    again would change nothing there. One that doesn't answer is: a call of it may hang in this process alone."""
     problem = daemon.wellness.health.problem
-    return [f"NVML: {problem}"] if problem and daemon.generation else []
+    return [f"NVML: {problem}"] if problem and (daemon.generation or daemon.unanswered) else []
 
 
 def _readiness(daemon: Daemon) -> list[str]:
@@ -32,10 +32,11 @@ def _readiness(daemon: Daemon) -> list[str]:
     if daemon.generation is None:
         problem = daemon.wellness.health.problem
         return ["no GPUs found yet" + (f": {problem}" if problem else "")]
+    registers = bool(daemon.generation.config.kubelet_socket)  # else somebody else tells the kubelet of our sockets
     waiting = [
         f"{name} isn't registered" + (f": {agent.problem}" if agent.problem else "")
         for name, agent in daemon.agents.items()
-        if not agent.state.registered
+        if registers and not agent.state.registered
     ]
     waiting += [f"{name}: {problem}" for name, problem in daemon.silent.items()]
     waiting += [

@@ -86,9 +86,11 @@ async def problem(resource: str, config: Config) -> str:
     try:
         output, _ = await asyncio.wait_for(process.communicate(QUESTION.encode()), ANSWER_TIMEOUT)
     except TimeoutError:
-        process.kill()
-        await process.wait()
         return f"{waiting}: no answer within {ANSWER_TIMEOUT:g} s"
+    finally:
+        if process.returncode is None:  # also where we are to end meanwhile
+            process.kill()
+            await process.wait()
     if process.returncode:
         words = " ".join(output.decode(errors="replace").split())
         return f"{waiting}: {PROGRAM} ended with {process.returncode}: {words}"
