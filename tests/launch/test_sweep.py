@@ -38,6 +38,33 @@ def test_what_nobody_wanted_for_a_day_goes(tmp_path: Path) -> None:
     assert names(tmp_path) == ["new-False", "new-True"]
 
 
+def test_what_is_not_ours_stays_and_hinders_nothing(tmp_path: Path) -> None:
+    for name in "bdfhkm":
+        (tmp_path / name / "deeper").mkdir(parents=True)
+        (tmp_path / name / "a-link").symlink_to("x")
+        os.utime(tmp_path / name, (0, 0))
+    for name in "aceg":
+        laid(tmp_path, name * 32, links=True, days=2)
+    sweep.sweep(str(tmp_path), time.time() - sweep.AGE)
+    assert names(tmp_path) == list("bdfhkm")
+    assert names(tmp_path / "b") == ["a-link", "deeper"]
+
+
+def test_what_cannot_be_taken_away_hinders_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abcdef":
+        laid(tmp_path, name, days=2)
+    unlink = os.unlink
+
+    def stubborn(path: str) -> None:
+        if path.endswith(("/b", "/e")):
+            raise PermissionError(1, "Operation not permitted", path)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", stubborn)
+    sweep.sweep(str(tmp_path), time.time() - sweep.AGE)
+    assert names(tmp_path) == ["b", "e"]
+
+
 @pytest.mark.parametrize("links", [False, True])
 def test_what_a_new_container_wants_counts_as_new(tmp_path: Path, links: bool) -> None:
     path = laid(tmp_path, "a", links=links, days=2)

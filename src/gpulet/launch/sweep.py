@@ -25,23 +25,34 @@ def sweep_sometimes(folder: str) -> None:
 
 def sweep(folder: str, before: float) -> None:
     """Takes away what nobody has asked for since a time (as time.time() gives it), and what killed runs left half made.
-    Raises OSError."""
-    old: list[str] = []
+    What isn't of our making, or another sweep has just taken, hinders nothing. Raises OSError for no folder."""
     links: list[str] = []
     for name in os.listdir(folder):
-        info = os.lstat(f"{folder}/{name}")
-        if info.st_mtime < before:
-            (links if info.st_mode & 0o170000 == 0o040000 else old).append(name)
-    for name in old:
-        os.unlink(f"{folder}/{name}")
+        try:
+            info = os.lstat(f"{folder}/{name}")
+            if info.st_mtime >= before:
+                continue
+            if info.st_mode & 0o170000 == 0o040000:
+                links.append(name)
+            else:
+                os.unlink(f"{folder}/{name}")
+        except OSError:
+            pass
     mounted = _mount_tables() if links else ""
     for name in links:
         if name.partition(".")[0] not in mounted:
-            _remove(f"{folder}/{name}")
+            try:
+                _remove(f"{folder}/{name}")
+            except OSError:
+                pass
 
 
 def _remove(path: str) -> None:
-    """Under another name, so that who lays the same anew meanwhile finds all of it or nothing."""
+    """Under another name, so that who lays the same anew meanwhile finds all of it or nothing. A folder that holds more
+    than links is none of ours, and left as it is. Raises OSError."""
+    with os.scandir(path) as entries:
+        if not all(entry.is_symlink() for entry in entries):
+            return
     gone = path if "." in path.rpartition("/")[2] else f"{path}.{os.getpid()}"
     os.rename(path, gone)
     for name in os.listdir(gone):
