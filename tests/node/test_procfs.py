@@ -146,3 +146,14 @@ def test_driver_version_out_of_its_line(text: str, version: str) -> None:
 )
 def test_cuda_version_of_a_branch(driver: str, cuda: str) -> None:
     assert procfs.cuda_of(driver) == cuda
+
+
+def test_a_driver_root_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NodeError, match=f"no driver root: {tmp_path}/none .wanted a folder.*nvidia-container-cli.root"):
+        procfs.facts(str(tmp_path / "none"))
+
+
+def test_a_driver_root_without_a_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(procfs, "proc_root", lambda root: f"{tmp_path}")
+    with pytest.raises(NodeError, match=f"no NVIDIA kernel module.*driver root, which is {tmp_path}"):
+        procfs.facts(str(tmp_path))

@@ -194,15 +194,23 @@ def facts(root: str = "/", dev_root: str = "") -> NodeFacts:
 
     A GPU's index is its place in the order of PCI addresses among those that the driver serves, as NVML counts. A MIG
     device's slot is -1 and its UUID the old-style one, since procfs has no other. Raises NodeError where no kernel
-    module has left a /proc/driver/nvidia and there is no /dev/dxg (WSL) either.
+    module has left a /proc/driver/nvidia and there is no /dev/dxg (WSL) either, or the driver root is no folder.
     """
     root = root or "/"
+    if not os.path.isdir(root):
+        raise NodeError(
+            "no driver root",
+            seen=root,
+            wanted="a folder",
+            remedy="correct nvidia-container-cli.root in config.toml, or --driver-root (/ for the host's driver)",
+        )
     proc, dev = proc_root(root), devices.choose_dev_root(root, dev_root)
     if not os.path.isdir(below(proc, DRIVER)) and devices.char_device(dev, "/dev/dxg") is None:
         raise NodeError(
             "no NVIDIA kernel module",
             seen=f"neither {below(proc, DRIVER)} nor {below(dev, '/dev/dxg')}",
-            remedy="load it with: modprobe nvidia",
+            remedy="load it with: modprobe nvidia"
+            + ("" if root == "/" else f"; or correct the driver root, which is {root}"),
         )
     try:
         folders = sorted(os.listdir(below(proc, DRIVER + "/gpus")), key=nvml_bus_id)
