@@ -93,8 +93,21 @@ def test_what_comes_back_is_what_was_worked_out(machine: Machine, monkeypatch: p
         lambda root: (root / "proc/driver/nvidia/capabilities/gpu0/mig/gi1").mkdir(parents=True),
         lambda root: (root / "dev/nvidia1").rename(root / LIB / "libcuda.so.570.86.15"),
         lambda root: (root / LIB / "libcuda.so.570.86.15").unlink(),
+        lambda root: (root / f"lib/firmware/updates/{os.uname().release}/nvidia/570.86.15").mkdir(parents=True),
     ],
-    ids=["library", "node", "node-mode", "folder", "folders", "driver", "gpu", "mig", "replaced", "removed"],
+    ids=[
+        "library",
+        "node",
+        "node-mode",
+        "folder",
+        "folders",
+        "driver",
+        "gpu",
+        "mig",
+        "replaced",
+        "removed",
+        "firmware",
+    ],
 )
 def test_a_change_of_the_node_is_noticed(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], Any]

@@ -35,7 +35,7 @@ def looked_into(
     for path in table.CONFIGURATION:
         name = path.removeprefix("/etc").removeprefix("/usr/share")
         folders += [_folder(base + name) for base in (*table.CONFIGURATION_FOLDERS, "")]
-    folders += [f"/lib/firmware{updates}/nvidia/{files.version}" for updates in ("", "/updates")]
+    folders += driver.firmware_folders(files.version)
     services = [place for _capability, places in table.SOCKETS for place in places]  # their folders change all the time
     beside = [path for name in gated for path in GATED[name][1]]
     places = [ldcache or "/etc/ld.so.cache", *services, *beside]

@@ -20,7 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
-__all__ = ["DriverFile", "DriverFiles", "Missing", "cached_folders", "find", "library_folders"]
+__all__ = ["DriverFile", "DriverFiles", "Missing", "cached_folders", "find", "firmware_folders", "library_folders"]
 
 
 def _listing(root: str, folder: str) -> dict[str, bool]:
@@ -215,7 +215,7 @@ class _Search:
                         break
 
     def firmware(self, version: str) -> Iterator[DriverFile]:
-        for folder in _firmware_folders(version):
+        for folder in firmware_folders(version):
             for name in sorted(self.names(self.real(folder))):
                 if name.startswith("gsp") and name.endswith(".bin"):
                     path = f"{folder}/{name}"
@@ -274,7 +274,7 @@ def _stem(name: str, version: str) -> str:
     return stem if stem in table.OWN_VERSION else ""
 
 
-def _firmware_folders(version: str) -> list[str]:
+def firmware_folders(version: str) -> list[str]:
     """Where the kernel looks for firmware, in its order (Documentation/driver-api/firmware/fw_search_path.rst)."""
     custom = (read_text("/sys/module/firmware_class/parameters/path") or "").strip()
     release = os.uname().release
