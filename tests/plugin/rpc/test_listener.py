@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import tempfile
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import grpc
 import pytest
@@ -18,7 +19,7 @@ from hyperframe.frame import DataFrame, HeadersFrame, SettingsFrame, WindowUpdat
 
 from gpulet.plugin.rpc.connection import Service
 from gpulet.plugin.rpc.http2 import PREFACE
-from gpulet.plugin.rpc.listener import Listener
+from gpulet.plugin.rpc.listener import MOST_CLIENTS, Listener
 
 OWN = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
 
@@ -154,6 +155,61 @@ def test_clients_that_vanish_leave_nothing(caplog):
                 time.sleep(0.01)
             assert descriptors() <= files and threading.active_count() <= threads
         assert "broke HTTP/2" in caplog.text and "given up" not in caplog.text and service.open == 0
+
+
+def connected(path: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.connect(path)
+    return made
+
+
+def test_silent_connections_make_room(caplog):
+    with served() as (path, service, listener), ExitStack() as stack:
+        reading = stack.enter_context(deaf(path, service))
+        silent = [stack.enter_context(connected(path)) for _ in range(3 * MOST_CLIENTS)]
+        with channel(path) as (echo, feed):
+            assert echo(b"the newest", timeout=5) == b"the newest"
+            assert next(feed(b"")) == b"first"
+            assert len(listener._clients) == MOST_CLIENTS
+        silent[0].settimeout(5)
+        while silent[0].recv(100):
+            pass  # the greeting, then the end
+        silent[-1].settimeout(5)
+        assert silent[-1].recv(100) and reading.recv(100) and service.open == 1
+    assert caplog.text.count("connections are open") == 1
+
+
+def test_where_none_is_silent_the_newest_is_refused():
+    with served() as (path, _, listener), ExitStack() as stack:
+        half = HeadersFrame(1, Encoder().encode([("content-type", "application/grpc")]), flags=["END_HEADERS"])
+        for _ in range(MOST_CLIENTS):
+            stack.enter_context(connected(path)).sendall(PREFACE + half.serialize())
+        until(lambda: sum(not client.connection.silent for client in list(listener._clients.values())) == MOST_CLIENTS)
+        refused = stack.enter_context(connected(path))
+        refused.settimeout(5)
+        assert refused.recv(100) == b"" and len(listener._clients) == MOST_CLIENTS
+
+
+def test_no_descriptors_is_said_once_until_there_are_some(caplog):
+    class Exhausted:
+        tries = 0
+
+        def __init__(self, real: socket.socket) -> None:
+            self.fileno, self.close, self._accept = real.fileno, real.close, real.accept
+
+        def accept(self) -> object:
+            self.tries += 1
+            if self.tries % 4:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self._accept()
+
+    with served() as (path, _, listener):
+        listener._socket = Exhausted(listener._socket)
+        for _ in range(2):
+            with connected(path) as client:
+                client.settimeout(5)
+                assert client.recv(100)
+    assert caplog.text.count("Too many open files") == 2
 
 
 def test_a_path_that_can_not_be_bound():

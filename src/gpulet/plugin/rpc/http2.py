@@ -123,6 +123,11 @@ class Http2:
         """Whether something waits until the client takes it."""
         return any(stream.body or stream.end for stream in self._streams.values())
 
+    @property
+    def silent(self) -> bool:
+        """Whether the client asks for nothing now."""
+        return not self._streams
+
     def sending(self, stream: int) -> bool:
         """Whether a body waits until the client takes it."""
         return bool(self._streams[stream].body)

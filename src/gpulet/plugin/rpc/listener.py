@@ -19,6 +19,7 @@ from gpulet.plugin.rpc.connection import Connection, Service
 log = logging.getLogger(__name__)
 
 AT_ONCE = 1 << 16  # bytes read in one go; malloc takes twice that from the kernel anew each time
+MOST_CLIENTS = 64  # connections at a time; the kubelet has one
 IN, OUT = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -79,6 +80,7 @@ class Listener:
         self._service = service
         self._clients: dict[int, _Client] = {}
         self._until: float | None = None  # once it is to end: seconds of time.monotonic()
+        self._complaint = ""  # why connections are turned away, since it was last said
         self._bell = -1
         self._waking = threading.Lock()  # a descriptor that is closed may be another thread's by now
 
@@ -158,13 +160,32 @@ class Listener:
         except BlockingIOError:
             return
         except OSError as error:  # no descriptors left: it would fail again at once
-            log.warning("%s: no connection can be taken: %s", self._path, error)
+            self._complain(f"no connection can be taken: {error}")
             time.sleep(0.05)
+            return
+        if len(self._clients) < MOST_CLIENTS:
+            self._complaint = ""
+        elif not self._make_room():
+            sock.close()
             return
         sock.setblocking(False)
         client = self._clients[sock.fileno()] = _Client(sock, self._service)
         self._poll.register(sock, IN)
         self._serve(client, None)
+
+    def _make_room(self) -> bool:
+        """Give up the oldest connection whose client asks for nothing; whether there was one."""
+        self._complain(f"{MOST_CLIENTS} connections are open, of which the oldest silent one makes room for a new one")
+        silent = next((client for client in self._clients.values() if client.connection.silent), None)
+        if silent:
+            self._drop(silent)
+        return silent is not None
+
+    def _complain(self, text: str) -> None:
+        """Warn, once until a connection is taken again without trouble."""
+        if text != self._complaint:
+            log.warning("%s: %s", self._path, text)
+            self._complaint = text
 
     def _serve(self, client: _Client, action: Callable[[], None] | None) -> None:
         """Do it, and send what comes of it. Whoever doesn't take what we send isn't heard until he does."""
