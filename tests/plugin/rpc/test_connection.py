@@ -90,14 +90,31 @@ def test_every_answer_is_observed():
     ]  # fmt: skip
 
 
-def test_details_of_any_length_fit_in_a_header():
+@pytest.mark.parametrize(
+    ("details", "kept"),
+    [("x" * 100_000, "x" * 4096), ("\U0001f525" * 5000, "\U0001f525" * 341), ("%" * 9000, "%" * 1365)],
+)
+def test_details_of_any_length_fit_in_a_header(details: str, kept: str):
     def long(message: bytes) -> bytes:
-        raise CallFailed("UNKNOWN", "x" * 100_000)
+        raise CallFailed("UNKNOWN", details)
 
     asking = Client(Connection(Service({b"/long": long}, b"", b"", 1)))
     stream = asking.ask("/long", prefixed(b""))
     asking.exchange()
-    assert asking.status(stream) == ("2", "x" * 4096)
+    assert asking.status(stream) == ("2", kept)
+    assert len(asking.headers[stream]["grpc-message"]) <= 4096
+
+
+def test_too_many_headers_are_one_calls_failure():
+    made = service()
+    asking = client(made)
+    feed = asking.ask(FEED, prefixed(b""))
+    many = {f"x-{number}": "x" * 1000 for number in range(100)}
+    stream = asking.ask(ECHO, None, end=False, **many)
+    asking.exchange()
+    assert asking.reset == {stream: 11} and not asking.wrong
+    assert made.open == 1 and asking.messages(feed) == [b"first"]
+    assert asking.call(ECHO, b"after it") == b"after it"  # its headers refer to the table of the earlier ones
 
 
 def test_the_largest_message_and_one_more_byte():

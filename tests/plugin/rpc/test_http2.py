@@ -100,7 +100,7 @@ WRONG = {
     "continuation of nothing": ([ContinuationFrame(1, b"")], 1),
     "promise": ([PushPromiseFrame(1, 2, b"")], 1),
     "headers that can't be decoded": ([HeadersFrame(1, b"\xff\xff\xff", flags=END)], 9),
-    "endless headers": ([HeadersFrame(1, bytes(16000)), *[ContinuationFrame(1, bytes(16000))] * 4], 11),
+    "endless headers": ([HeadersFrame(1, bytes(16000)), *[ContinuationFrame(1, bytes(16000))] * 70], 11),
     "bomb of headers": ([HeadersFrame(1, block([(b"a", b"x" * 4000)]) + b"\x40\x01b\x7f\x81\x1e" + b"y" * 4000
                                       + b"\xbe" * 3000, flags=END)], 9),
     "frame too large": ([raw(0, 0, 1, bytes(16385))], 6),
@@ -177,6 +177,19 @@ def test_more_streams_than_there_may_be():
     assert isinstance(refusal, RstStreamFrame) and (refusal.stream_id, refusal.error_code) == (numbers[-1], 7)
     notes.receive(written(RstStreamFrame(1), asked(numbers[-1] + 2)))
     assert notes.seen[-2:] == [("gone", 1), ("request", numbers[-1] + 2, b"/x")]
+
+
+def test_large_headers_are_as_many_frames_as_they_need():
+    notes, _ = heard(asked(flags=END))
+    text = b"~" * 30_000
+    notes.begin(1, block([(b":status", b"200")]))
+    notes.finish(1, block([(b"grpc-message", text)]))
+    first, *trailers = said(notes)
+    assert first.flags == {"END_HEADERS"} and len(trailers) == 3
+    assert [type(frame) for frame in trailers] == [HeadersFrame, ContinuationFrame, ContinuationFrame]
+    assert [set(frame.flags) for frame in trailers] == [{"END_STREAM"}, set(), {"END_HEADERS"}]
+    assert all(len(frame.data) <= 1 << 14 for frame in trailers)
+    assert Decoder().decode(b"".join(frame.data for frame in trailers), raw=True) == [(b"grpc-message", text)]
 
 
 def test_headers_stand_alone():

@@ -9,7 +9,7 @@ from gpulet.errors import GpuletError
 from gpulet.plugin.rpc.http2 import Headers
 
 MOST_BYTES = 4 << 20  # of one message; what gRPC's own libraries take unless told otherwise
-MOST_DETAILS = 4096  # characters of a status message: it travels as a header, and clients take 8 to 16 KiB of those
+MOST_DETAILS = 4096  # bytes of an encoded status message: it travels as a header, and clients take 8 to 16 KiB of those
 CONTENT_TYPE = (b"content-type", b"application/grpc")
 
 # The codes by number, doc/statuscodes.md of the gRPC project.
@@ -50,9 +50,19 @@ def status(code: str = "OK", details: str = "") -> Headers:
     """A status as headers. Details are percent-encoded, which in gRPC leaves spaces and most signs as they are."""
     headers = [(b"grpc-status", b"%d" % NUMBERS[code])]
     if details:
-        text = details[:MOST_DETAILS].encode("utf-8", "replace")
-        headers.append((b"grpc-message", b"".join(map(_percent, text))))
+        headers.append((b"grpc-message", _encoded(details)))
     return headers
+
+
+def _encoded(details: str) -> bytes:
+    """As many whole characters as there is room for: one may take twelve bytes."""
+    encoded = bytearray()
+    for character in details:
+        more = b"".join(map(_percent, character.encode("utf-8", "replace")))
+        if len(encoded) + len(more) > MOST_DETAILS:
+            break
+        encoded += more
+    return bytes(encoded)
 
 
 def _percent(byte: int) -> bytes:

@@ -9,6 +9,7 @@ client has broken the rules. In the tests h2 is the client, and judges.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 from hpack.exceptions import HPACKError
@@ -31,7 +32,8 @@ Headers = list[tuple[bytes, bytes]]
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD = struct.Struct(">IBI")  # of a frame: 24 bits of length and 8 of type, flags, stream
 MOST_FRAME = 1 << 14  # bytes of a frame, both ways: what everybody has to take
-MOST_HEADERS = 1 << 16  # bytes of one request's headers
+MOST_HEADERS = 1 << 16  # bytes of one request's headers, counted as HPACK does; beyond it the request is refused
+MOST_READ = 1 << 20  # bytes of them, compressed or not, that are read so that what later ones refer to is known
 MOST_STREAMS = 100  # open at the same time
 MOST_WINDOW = (1 << 31) - 1  # bytes
 FIRST_WINDOW = (1 << 16) - 1  # bytes
@@ -83,10 +85,10 @@ class Http2:
         self._read = b""  # the beginning of a frame
         self._written: list[bytes] = []
         self._begun = False
-        self._decoder = Decoder(max_header_list_size=MOST_HEADERS)
+        self._decoder = Decoder(max_header_list_size=MOST_READ)
         self._streams: dict[int, _Stream] = {}
         self._highest = 0  # stream of the client's
-        self._headers: tuple[HeadersFrame, bytes] | None = None  # whose continuation must come next
+        self._headers: tuple[HeadersFrame, bytearray] | None = None  # whose continuation must come next
         self._window = self._first_window = FIRST_WINDOW  # what we may send
         self._half, self._taken = window // 2, 0  # bytes taken since the client's window was last made up
         self.over = False
@@ -140,7 +142,7 @@ class Http2:
 
     def begin(self, stream: int, head: bytes) -> None:
         """The first headers of an answer, as block() made them."""
-        self._write(HeadersFrame, stream, head, END_HEADERS)
+        self._write_headers(stream, head)
 
     def send(self, stream: int, body: bytes, end: bytes = b"") -> None:
         """A body, as fast as the client takes it, then the trailers, if any, with which the stream ends."""
@@ -192,6 +194,14 @@ class Http2:
         """A frame. Ours are plain: no padding, no priority."""
         self._written.append(HEAD.pack(len(payload) << 8 | (kind.type or 0), flags, stream) + payload)
 
+    def _write_headers(self, stream: int, head: bytes, flags: int = 0) -> None:
+        """Headers, in as many frames as they need."""
+        kind: type[Frame] = HeadersFrame
+        while len(head) > MOST_FRAME:
+            self._write(kind, stream, head[:MOST_FRAME], flags)
+            kind, head, flags = ContinuationFrame, head[MOST_FRAME:], 0
+        self._write(kind, stream, head, flags | END_HEADERS)
+
     def _preface(self, data: bytes) -> int:
         if not PREFACE.startswith(data[: len(PREFACE)]):
             raise Broken("no HTTP/2")
@@ -202,7 +212,7 @@ class Http2:
         if self._headers and not isinstance(frame, ContinuationFrame):
             raise Broken("a frame between a request's headers")
         if isinstance(frame, HeadersFrame):
-            self._collect(frame, b"", frame)
+            self._collect(frame, bytearray(), frame)
         elif isinstance(frame, DataFrame):
             self._take(frame)
         elif isinstance(frame, WindowUpdateFrame):
@@ -226,17 +236,17 @@ class Http2:
             raise Broken("a client promises nothing")
         # PRIORITY is obsolete (RFC 9113, 5.3.2), and what isn't known has to be passed over (5.5)
 
-    def _collect(self, first: HeadersFrame, before: bytes, frame: HeadersFrame | ContinuationFrame) -> None:
+    def _collect(self, first: HeadersFrame, headers: bytearray, frame: HeadersFrame | ContinuationFrame) -> None:
         """A part of a request's headers."""
-        headers = before + frame.data
-        if len(headers) > MOST_HEADERS:
-            raise Broken(f"headers of more than {MOST_HEADERS} bytes", ENHANCE_YOUR_CALM)
+        headers += frame.data
+        if len(headers) > MOST_READ:
+            raise Broken(f"headers of more than {MOST_READ} bytes", ENHANCE_YOUR_CALM)
         if "END_HEADERS" not in frame.flags:
             self._headers = first, headers
             return
         self._headers = None
         try:  # always: the decoder has to see what later headers refer to
-            fields = dict(self._decoder.decode(headers, raw=True))
+            fields = list(self._decoder.decode(bytes(headers), raw=True))
         except HPACKError as error:
             raise Broken(str(error), COMPRESSION_ERROR) from error
         ends = "END_STREAM" in first.flags
@@ -247,15 +257,20 @@ class Http2:
         if ends:
             self._end(first.stream_id)
 
-    def _open(self, number: int, headers: dict[bytes, bytes]) -> None:
+    def _open(self, number: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         if number % 2 == 0:
             raise Broken("a client's streams have odd numbers")
         self._highest = number
         if len(self._streams) >= MOST_STREAMS:
-            self._write(RstStreamFrame, number, struct.pack(">I", REFUSED_STREAM))
-            return
-        self._streams[number] = _Stream(self._first_window)
-        self.request(number, headers)
+            self._refuse_stream(number, REFUSED_STREAM)
+        elif sum(len(name) + len(value) + 32 for name, value in headers) > MOST_HEADERS:  # RFC 9113, 6.5.2
+            self._refuse_stream(number, ENHANCE_YOUR_CALM)  # gRPC's RESOURCE_EXHAUSTED
+        else:
+            self._streams[number] = _Stream(self._first_window)
+            self.request(number, dict(headers))
+
+    def _refuse_stream(self, number: int, code: int) -> None:
+        self._write(RstStreamFrame, number, struct.pack(">I", code))
 
     def _end(self, number: int) -> None:
         stream = self._streams.get(number)
@@ -327,7 +342,7 @@ class Http2:
         stream.body, stream.sent = b"", 0
         if stream.end:
             del self._streams[number]
-            self._write(HeadersFrame, number, stream.end, END_HEADERS | END_STREAM)
+            self._write_headers(number, stream.end, END_STREAM)
             if stream.asking:
                 self._write(RstStreamFrame, number, struct.pack(">I", NO_ERROR))
         elif body:
