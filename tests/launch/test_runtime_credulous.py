@@ -4,6 +4,7 @@ name, policy kubelet leaves none, and nobody who is served already is served twi
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,24 @@ def test_in_no_stage_and_under_no_name(kubelet: Machine, name: str) -> None:
         path.symlink_to(real)
     denied = hooked(str(path), annotations=pod(container="side"))
     assert kubelet.create(denied) == denied | {"hooks": {stage: [OTHER] for stage in STAGES}}
+
+
+def test_a_link_that_cannot_be_read_is_nobodys(kubelet: Machine) -> None:
+    thread = next((pid for pid in range(2, 400) if unreadable(pid)), 0)
+    if not thread:
+        pytest.skip("no kernel thread in sight")
+    foreign = hooked(f"/proc/{thread}/exe", annotations=pod(container="side"))
+    assert kubelet.create(foreign) == foreign
+    named = hooked(f"/proc/{thread}/exe/nvidia-container-runtime-hook", annotations=pod(container="side"))
+    assert kubelet.create(named) == named | {"hooks": {stage: [OTHER] for stage in STAGES}}
+
+
+def unreadable(pid: int) -> bool:
+    try:
+        os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return os.path.lexists(f"/proc/{pid}/exe")
+    return False
 
 
 def test_nor_beside_a_granted_gpu(machine: Machine) -> None:

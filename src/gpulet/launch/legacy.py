@@ -107,5 +107,5 @@ def is_ours(hook: dict[str, Any]) -> bool:
     """Whether a hook is the one that puts GPUs in, ours or the peer's, by its name or by that of the program to which a
     link leads. `.real` is the name behind the script that NVIDIA's installer of the toolkit puts in its place."""
     path = hook.get("path") or ""
-    names = os.path.basename(path), os.path.basename(os.path.realpath(path)) if path else ""
+    names = os.path.basename(path), programs.real_name(path) if path else ""
     return any(name.removesuffix(".real") in PRESTART_HOOKS for name in names)

@@ -101,7 +101,16 @@ def own_hook(configured: str) -> str:
 
 def is_own_hook(path: str) -> bool:
     """Whether a path leads to our prestart hook, be it by a link under the peer's name."""
-    return os.path.basename(os.path.realpath(path)) == "gpulet-hook"
+    return real_name(path) == "gpulet-hook"
+
+
+def real_name(path: str) -> str:
+    """The name of the program that a path leads to; its own where that can't be followed (a kernel thread's
+    /proc/PID/exe is a link that can't be read, which os.path.realpath tells by an error)."""
+    try:
+        return os.path.basename(os.path.realpath(path))
+    except OSError:
+        return os.path.basename(path)
 
 
 def cdi_hook() -> str:
