@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -172,11 +174,26 @@ def test_faults_outlive_the_process_and_not_the_boot(tmp_path):
     memory.save(health)
     assert Memory(memory.path, "boot-1").load() == health
     assert Memory(memory.path, "boot-2").load() == Health()
-    for text in ("{", "[]", '{"boot_id": "boot-1", "faults": [{"uuid": 1}]}'):
+    good = {"uuid": A, "gi": 3, "ci": 0, "xid": 79, "reason": "why", "since": 1.5, "recovery": 2}
+    wrong = [{**good, name: value} for name, value in [("recovery", "1"), ("gi", True), ("uuid", 1), ("since", None)]]
+    rows = [{"uuid": 1}, 7, {**good, "more": 1}, *wrong, {**good, "since": float("nan")}]
+    bad = [json.dumps({"boot_id": "boot-1", "faults": [row]}) for row in rows]
+    for text in ("{", "[]", "[" * 200_000, '{"boot_id": "boot-1", "faults": 3}', *bad):
         (tmp_path / "state" / "health.json").write_text(text)
         with pytest.raises(ValueError):
             memory.load()
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["health.json"]
+
+
+def test_whoever_serves_again_takes_over_what_the_other_kept(tmp_path):
+    memory = Memory(str(tmp_path / "health.json"), "boot-1")
+    acknowledged, seen_by_both, came_since = (Fault(f"GPU-{name}", -1, -1, 79, "why", 10.0) for name in "abc")
+    memory.save(Health((seen_by_both,)))
+    os.utime(memory.path, (20.0, 20.0))
+    own = Health((acknowledged, replace(seen_by_both, since=21.0), replace(came_since, since=30.0)), (("facts", "x"),))
+    assert memory.joined(own) == Health((seen_by_both, replace(came_since, since=30.0)), own.problems)
+    os.unlink(memory.path)
+    assert memory.joined(own) == own
 
 
 def test_a_fault_elsewhere():
@@ -232,6 +249,43 @@ def test_a_lost_gpu_that_ends_the_wait_is_one_lost_gpu():
     monitor.stop()
     assert heard[:3] == [NvmlState(), Answer(A, "GPU is lost (NVML 15)"), Answer(B, "", 0)]
     assert not any(isinstance(event, NvmlState) and event.problem for event in heard)
+
+
+def test_a_gpu_whose_events_can_not_be_had_is_unhealthy_until_they_can():
+    heard, asked = [], []
+
+    class Session:
+        def watch(self, uuids):
+            asked.append(tuple(uuids))
+            refused = {A: "Unknown Error (NVML 999)", B: "Not Supported (NVML 3)"} if len(asked) < 4 else {}
+            return {uuid: refused[uuid] for uuid in uuids if uuid in refused}
+
+        def wait(self, timeout_ms):
+            return None
+
+        def state(self, uuid):
+            return ""
+
+        def recovery(self, uuid):
+            return 0
+
+        def close(self):
+            pass
+
+    monitor = Monitor(Session, [A, B], heard.append, ask_every=0)
+    monitor.start()
+    until(lambda: heard.count(Answer(A, "", 0)) > 3)
+    monitor.stop()
+    assert asked == [(A, B), (A,), (A,), (A,)]  # one too old for events isn't tried again
+    answers = [event for event in heard if isinstance(event, Answer)]
+    assert {event.silence for event in answers if event.uuid == B} == {""}
+    silences = [event.silence for event in answers if event.uuid == A]
+    assert silences[:3] == ["it takes no registration for health events: Unknown Error (NVML 999)"] * 2 + [""]
+    health, told = Health(), []
+    for event in heard:
+        health, notices = step(health, event, Policy(), 0)
+        told += [(notice.kind, notice.uuid) for notice in notices]
+    assert told == [("GPUUnhealthy", A), ("GPURecovered", A)]
 
 
 def test_what_is_in_the_way_of_the_file(tmp_path):

@@ -19,6 +19,7 @@ from gpulet.plugin.health import Answer, Event, NvmlState, XidSeen
 log = logging.getLogger(__name__)
 
 GPU_IS_LOST = 15  # NVML_ERROR_GPU_IS_LOST: of one GPU, though the wait was for all
+NOT_SUPPORTED = "(NVML 3)"  # how Session.watch's reason ends where a GPU has no events at all
 XID = 8  # nvmlEventTypeXidCriticalError
 WAIT_MS = 200
 ASK_EVERY = 5.0  # seconds between questions to each GPU
@@ -71,6 +72,7 @@ class Monitor:
     ) -> None:
         self.uuids = tuple(uuids)
         self._open, self._tell, self._ask_every = open, tell, ask_every
+        self._unwatched: dict[str, str] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
@@ -96,8 +98,7 @@ class Monitor:
                 self._stopping.wait(RETRY)
 
     def _watch(self, session: Session) -> None:
-        for uuid, reason in session.watch(self.uuids).items():
-            log.warning("GPU %s: no health events: %s", uuid, reason)  # too old for them: stays as healthy as it is
+        self._unwatched = self._register(session, self.uuids)
         asked, working = 0.0, False
         while not self._stopping.is_set():
             try:
@@ -120,5 +121,21 @@ class Monitor:
                 self._ask(session)
 
     def _ask(self, session: Session) -> None:
+        if self._unwatched:
+            self._unwatched = self._register(session, tuple(self._unwatched))
         for uuid in self.uuids:
-            self._tell(Answer(uuid, silence := session.state(uuid), -1 if silence else session.recovery(uuid)))
+            silence = session.state(uuid) or self._unwatched.get(uuid, "")
+            self._tell(Answer(uuid, silence, -1 if silence else session.recovery(uuid)))
+
+    def _register(self, session: Session, uuids: Sequence[str]) -> dict[str, str]:
+        """Have their events delivered. Gives those whose Xids we would miss, and why: they count as silent until it
+        works. One that is too old for events stays as healthy as it is."""
+        refused = session.watch(uuids)
+        for uuid, reason in refused.items():
+            if reason.endswith(NOT_SUPPORTED):
+                log.warning("GPU %s: too old for health events: %s", uuid, reason)
+        return {
+            uuid: f"it takes no registration for health events: {reason}"
+            for uuid, reason in refused.items()
+            if not reason.endswith(NOT_SUPPORTED)
+        }
