@@ -129,11 +129,11 @@ def test_who_gets_the_signal(tmp_path):
 CODE = """
 import sys
 from gpulet.plugin import config_manager
-from gpulet.plugin.main import _start_log
+from gpulet.plugin import logs
 from gpulet.plugin.apiserver import ApiServer
 config_manager.LOOK_EVERY = 0.2
 config_manager.RETRY = 0.1
-_start_log("text", "info")
+logs.start("text", "info")
 sys.exit(config_manager.run(sys.argv[2:], {}, ApiServer(sys.argv[1])))
 """
 

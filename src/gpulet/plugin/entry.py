@@ -6,6 +6,7 @@ seen. What came while the daemon was being started is a reload asked for, and is
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -15,6 +16,10 @@ _came = False
 def _remember(number: int, frame: object) -> None:
     global _came
     _came = True
+
+
+def _end(number: int, frame: object) -> None:
+    os._exit(0)  # nothing has been begun yet that would have to be tidied up
 
 
 def heed() -> None:
@@ -32,6 +37,8 @@ def came() -> bool:
 def main() -> int:
     """The program, see main.py."""
     heed()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):  # until the program takes them over
+        signal.signal(number, _end)
     from gpulet.plugin.main import main as run
 
     return run()

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +23,7 @@ with without_tls():
 
 from gpulet.errors import GpuletError
 from gpulet.node.gpu import Gpu, NodeFacts
-from gpulet.plugin import entry
+from gpulet.plugin import entry, logs
 from gpulet.plugin.config import Config, load
 from gpulet.plugin.daemon import Daemon
 from gpulet.plugin.monitor import Session
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFact
 
         print(__version__)
         return 0
-    _start_log(_log_format(words, os.environ), "info")  # until the settings are read: what is wrong there is told too
+    logs.start(_log_format(words, os.environ), "info")  # until the settings are read: what is wrong there is told too
     try:
         if name == "config-manager":
             from gpulet.plugin import config_manager
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None, *, look: Callable[[Config], NodeFact
         if name == "mps-control-daemon":
             return _mps(words, look or ask_nvml)
         config = load(words, os.environ)
-        _start_log(config.log_format, config.log_level)
+        logs.start(config.log_format, config.log_level)
         for warning in config.warnings:
             log.warning("%s", warning)
         log.info("Running with config: %s", json.dumps(_effective(config)))
@@ -92,7 +91,7 @@ def _log_format(words: Sequence[str], environ: Mapping[str, str]) -> str:
 
 def _last_word(name: str, error: Exception) -> None:
     """Why it ends; as a line of the log where who reads that expects JSON."""
-    if any(isinstance(handler.formatter, _JsonLines) for handler in logging.getLogger("gpulet").handlers):
+    if logs.in_json():
         log.critical("%s: %s", name, error)
     else:
         print(f"{name}: {error}", file=sys.stderr)
@@ -115,7 +114,7 @@ def _mps(words: list[str], look: Callable[[Config], NodeFacts]) -> int:
     if os.path.isdir(mps.MOUNTED):  # then the host's path of the folder doesn't matter
         environ.setdefault("MPS_ROOT", mps.MOUNTED)
     config = load([] if first else flags, environ)
-    _start_log(config.log_format, config.log_level)
+    logs.start(config.log_format, config.log_level)
     return mps_daemon.run(words if first else flags, lambda: load([] if first else flags, environ), look)
 
 
@@ -211,27 +210,6 @@ def publish_specs(config: Config, facts: NodeFacts, imex: tuple[int, ...]) -> tu
 
 def _effective(config: Config) -> dict[str, object]:
     return {name: value for name, value in asdict(config).items() if name != "warnings"}
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line: time (UTC), level, message, and the traceback where there is one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        line = {"time": moment, "level": record.levelname.lower(), "message": record.getMessage()}
-        if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def _start_log(log_format: str, level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    handler.setFormatter(_JsonLines() if log_format == "json" else text)
-    logger = logging.getLogger("gpulet")
-    logger.handlers[:] = [handler]
-    logger.setLevel(level.upper())
-    logger.propagate = False
 
 
 if __name__ == "__main__":
