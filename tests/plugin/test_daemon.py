@@ -518,3 +518,46 @@ def test_ready_without_registering_where_that_is_wanted(folder):
     with plugin.running(folder, lambda: facts(1), *words) as running:
         plugin.until((folder / "nvidia-gpu.sock").exists)
         assert plugin.get(running.endpoint.port, "/readyz") == (200, "ok\n")
+
+
+def test_scrapes_share_one_answer_made_outside_the_loop(folder, kubelet, monkeypatch):
+    from gpulet.plugin.metrics import Metrics
+
+    threads, make = [], Metrics.text
+
+    def text(*arguments):
+        threads.append(threading.current_thread().name)
+        time.sleep(0.3)
+        return make(*arguments)
+
+    monkeypatch.setattr(Metrics, "text", text)
+    with plugin.running(folder, lambda: facts(1), "--metrics-address=127.0.0.1:0") as running:
+        kubelet.wait_for(GPU, 1)
+        port = running.endpoint.port
+        running.endpoint.fresh = 5
+        scrapers = [threading.Thread(target=plugin.get, args=(port, "/metrics")) for _ in range(4)]
+        for one in scrapers:
+            one.start()
+        plugin.until(lambda: threads)
+        began = time.monotonic()
+        assert plugin.get(port, "/healthz") == (200, "ok\n")
+        assert time.monotonic() - began < 0.2
+        for one in scrapers:
+            one.join()
+        assert threads == ["aside"]
+        running.endpoint.fresh = 0
+        plugin.get(port, "/metrics")
+        assert len(threads) == 2
+
+
+def test_who_holds_what_whatever_the_checkpoint_says(folder, kubelet):
+    with plugin.running(folder, lambda: facts(2), "--metrics-address=127.0.0.1:0") as running:
+        kubelet.wait_for(GPU, 2)
+        odd = {"PodUID": 'a"b\\c\nd', "ContainerName": "\ud800", "ResourceName": GPU, "DeviceIDs": {"0": ["MIG-x::3"]}}
+        text = json.dumps({"Data": {"PodDeviceEntries": [odd, odd]}})
+        (folder / "kubelet_internal_checkpoint").write_text(text)
+        lines = plugin.get(running.endpoint.port, "/metrics")[1].splitlines()
+    at = lines.index("# TYPE gpu_allocation_info gauge")
+    assert lines[at + 1 :] == [
+        r'gpu_allocation_info{container="?",mig="MIG-x",namespace="",pod="a\"b\\c\nd",replica="3",uuid="MIG-x"} 1.0'
+    ]

@@ -393,4 +393,4 @@ def test_metrics_of_a_node(site):
     site.kubelet.wait_for(GPU, 12)
     plugin.until(lambda: not missing(r"dp_kubelet_restarts_seen_total 1.0"))
     site.kubelet.stop()  # its API is gone, its checkpoint is not
-    assert not missing(held.format("", "u-1", uuid))
+    plugin.until(lambda: not missing(held.format("", "u-1", uuid)))

@@ -101,7 +101,7 @@ class Running:
         metrics = Metrics() if config.metrics_address else None
         self.daemon = Daemon(lambda: load(argv, {}), look, publish, metrics=metrics, report=self.report)
         if metrics:
-            self.endpoint = Endpoint(config.metrics_address, self.daemon, metrics)
+            self.endpoint = Endpoint(config.metrics_address, self.daemon, metrics, fresh=0)
             await self.endpoint.start()
         self.ready.set()
         try:

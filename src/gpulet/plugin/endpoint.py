@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from gpulet.errors import ConfigError
+from gpulet.plugin.aside import aside
 from gpulet.plugin.holders import holders
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ log = logging.getLogger(__name__)
 MOST_REQUEST_BYTES = 16384
 RETRY = 5.0  # seconds until an address that is taken is tried again
 PATIENCE = 10.0  # seconds for one question and its answer
+FRESH = 1.0  # seconds for which the metrics that one has got are another's too
+MOST_CLIENTS = 32  # at the same time: the kubelet's calls need descriptors too
 
 
 def _health(daemon: Daemon) -> list[str]:
@@ -48,9 +52,9 @@ def _readiness(daemon: Daemon) -> list[str]:
 
 
 class Endpoint:
-    """The HTTP server at "host:port"."""
+    """The HTTP server at "host:port". fresh: as FRESH."""
 
-    def __init__(self, address: str, daemon: Daemon, metrics: Metrics) -> None:
+    def __init__(self, address: str, daemon: Daemon, metrics: Metrics, fresh: float = FRESH) -> None:
         host, _, port = address.rpartition(":")
         if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
             raise ConfigError("invalid --metrics-address option", seen=address, wanted="host:port or :port")
@@ -58,6 +62,10 @@ class Endpoint:
         self._daemon, self._metrics = daemon, metrics
         self._server: asyncio.Server | None = None
         self._again: asyncio.Task[None] | None = None
+        self._clients = 0
+        self._collecting = asyncio.Lock()
+        self._collected, self._body = -fresh, b""
+        self.fresh = fresh
 
     @property
     def port(self) -> int:
@@ -94,6 +102,10 @@ class Endpoint:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._clients >= MOST_CLIENTS:
+            writer.transport.abort()
+            return
+        self._clients += 1
         try:
             async with asyncio.timeout(PATIENCE):
                 request = await reader.readuntil(b"\r\n\r\n")
@@ -104,14 +116,23 @@ class Endpoint:
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             writer.transport.abort()  # who asks badly, or doesn't take the answer, gets nothing
         finally:
+            self._clients -= 1
             writer.close()
+
+    async def _text(self) -> bytes:
+        """The metrics, worked out by one thread at a time: the loop has the kubelet to answer."""
+        async with self._collecting:
+            if time.monotonic() - self._collected >= self.fresh:
+                current = self._daemon.generation
+                held = await holders(current.config, current.offers) if current else []
+                self._body = await aside(self._metrics.text, self._daemon, held)
+                self._collected = time.monotonic()
+            return self._body
 
     async def _answer(self, words: list[bytes]) -> tuple[str, str, bytes]:
         path = words[1].partition(b"?")[0] if len(words) > 1 and words[0] == b"GET" else b""
         if path == b"/metrics":
-            current = self._daemon.generation
-            held = await holders(current.config, current.offers) if current else []
-            return "200 OK", "text/plain; version=0.0.4; charset=utf-8", self._metrics.text(self._daemon, held)
+            return "200 OK", "text/plain; version=0.0.4; charset=utf-8", await self._text()
         if path not in (b"/healthz", b"/readyz"):
             return "404 Not Found", "text/plain", b"try /metrics, /healthz or /readyz\n"
         wrong = _health(self._daemon) if path == b"/healthz" else _readiness(self._daemon)

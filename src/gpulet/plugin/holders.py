@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from gpulet.plugin import files
+from gpulet.plugin.aside import aside
 from gpulet.plugin.config import Config
 from gpulet.plugin.rpc.client import call
 from gpulet.plugin.rpc.framing import CallFailed
@@ -18,8 +19,7 @@ TIMEOUT = 1.0  # seconds; monitoring must not wait for a kubelet that is busy
 CHECKPOINT = "kubelet_internal_checkpoint"
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """One device in a container's hands. device: as the kubelet was told it; namespace "" and pod a UID where only the
     checkpoint is there."""
 
@@ -32,8 +32,12 @@ class Holder:
 
 async def holders(config: Config, resources: Iterable[str]) -> list[Holder]:
     """All holders of these resources' devices; none where neither source can be read."""
-    wanted = set(resources)
-    found = await _listed(config.pod_resources_socket) if os.path.exists(config.pod_resources_socket) else None
+    reply = await _ask(config.pod_resources_socket) if os.path.exists(config.pod_resources_socket) else None
+    return await aside(_read, config, set(resources), reply)  # thousands take a while
+
+
+def _read(config: Config, wanted: Container[str], reply: bytes | None) -> list[Holder]:
+    found = _listed(reply) if reply is not None else None
     if found is None:
         found = list(checkpoint(config.kubelet_socket_dir))
     return [holder for holder in found if holder.resource in wanted]
@@ -92,12 +96,19 @@ def troubles(held: Iterable[Holder], offered: Mapping[str, Container[str]]) -> I
             )
 
 
-async def _listed(socket: str) -> list[Holder] | None:
+async def _ask(socket: str) -> bytes | None:
+    try:
+        return await call(socket, "/v1.PodResourcesLister/List", b"", TIMEOUT)
+    except CallFailed:
+        return None
+
+
+def _listed(answer: bytes) -> list[Holder] | None:
     from gpulet.plugin.api import podresources_pb2 as pb
 
     try:
-        reply = pb.ListPodResourcesResponse.FromString(await call(socket, "/v1.PodResourcesLister/List", b"", TIMEOUT))
-    except (CallFailed, DecodeError):
+        reply = pb.ListPodResourcesResponse.FromString(answer)
+    except DecodeError:
         return None
     return [
         Holder(pod.namespace, pod.name, container.name, devices.resource_name, device)

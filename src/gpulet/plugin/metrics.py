@@ -54,8 +54,6 @@ class Metrics:
                             registry=registry)  # fmt: skip
         self.recovery = Gauge("gpu_recovery_action", "nvmlDeviceGpuRecoveryAction_t; -1 unknown", ["uuid"],
                               registry=registry)  # fmt: skip
-        self.held = Gauge("gpu_allocation_info", "1; a container has this device",
-                          ["uuid", "namespace", "pod", "container", "replica", "mig"], registry=registry)  # fmt: skip
         self.access = Gauge("container_gpu_access_lost", "1; its device cgroup refuses the GPU that it was given",
                             ["namespace", "pod", "container", "uuid"], registry=registry)  # fmt: skip
         self.devices = Gauge("dp_devices", "Devices offered", ["resource", "health"], registry=registry)
@@ -76,6 +74,8 @@ class Metrics:
         self.broken = Gauge("cdi_spec_errors", "Unusable files in the CDI folder", registry=registry)
         self.injections = Injections()
         registry.register(self.injections)
+        # without samples, and the last: _holders' lines come after it
+        self.held = Gauge("gpu_allocation_info", "1; a container has this device", ["uuid"], registry=registry)
         self._kubelet: Identity | None = None
 
     def observe(self, rpc: str, code: str, seconds: float) -> None:
@@ -118,22 +118,22 @@ class Metrics:
 
     def text(self, daemon: Daemon, held: Sequence[Holder] = ()) -> bytes:
         """Everything in Prometheus' text form. held: who has which device."""
-        for gauge in (self.health, self.recovery, self.held, self.access, self.devices, self.registered, self.streams,
+        for gauge in (self.health, self.recovery, self.access, self.devices, self.registered, self.streams,
                       self.config, self.driver, self.specs, self.stale):  # fmt: skip
             gauge.clear()
         self.checked.set(daemon.wellness.heard)
-        for name, agent in daemon.agents.items():
+        for name, agent in tuple(daemon.agents.items()):  # this is not the loop's thread
             self.registered.labels(name).set(1 if agent.state.registered else 0)
             self.streams.labels(name).set(agent.streams)
         current = daemon.generation
         if current:
             self.injections.folder = current.config.runtime_state_dir
             self._gpus(daemon, current)
-            self._offers(current, held)
+            self._offers(current)
             self._access(daemon.news.access.lost, held)
             self._specs(current, daemon.looked)
             self._driver(current.config, current.facts)
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + (_holders(current, held) if current else b"")
 
     def _gpus(self, daemon: Daemon, current: Generation) -> None:
         self.expected.set(len(current.facts.gpus) + sum(not lost.uuid for lost in current.facts.lost))
@@ -145,18 +145,11 @@ class Metrics:
             self.health.labels(gpu.uuid, gpu.bus_id, gpu.serial, reason, xid).set(0 if reason else 1)
             self.recovery.labels(gpu.uuid).set(daemon.wellness.recovery.get(gpu.uuid, -1))
 
-    def _offers(self, current: Generation, held: Sequence[Holder]) -> None:
+    def _offers(self, current: Generation) -> None:
         for name, offer in current.offers.items():
             sick = sum(device.base in offer.sick for device in offer.resource.devices)
             self.devices.labels(name, "Unhealthy").set(sick)
             self.devices.labels(name, "Healthy").set(len(offer.resource.devices) - sick)
-        for one in held:
-            offered = current.offers.get(one.resource)  # a reload may have taken it while the kubelet was asked
-            device = offered.resource.by_id.get(one.device) if offered else None
-            base, _, replica = one.device.partition("::")
-            gpu = device.gpu_uuid if device else base  # not offered any more, and still somebody's
-            mig = base if base.startswith("MIG-") else ""
-            self.held.labels(gpu, one.namespace, one.pod, one.container, replica, mig).set(1)
 
     def _access(self, lost: Iterable[AccessLost], held: Sequence[Holder]) -> None:
         for one in lost:
@@ -187,6 +180,33 @@ class Metrics:
         module, library = drift.driver_versions(config.lookup_root)
         self.driver.labels(module or facts.driver, library, facts.cuda).set(1)
         self.mismatch.set(bool(drift.mismatch((module, library))))
+
+
+class _Quoted(dict[str, str]):
+    """Text as Prometheus' labels have it, worked out once for each: names recur thousands of times."""
+
+    def __missing__(self, text: str) -> str:
+        quoted = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return self.setdefault(text, quoted)
+
+
+def _holders(current: Generation, held: Sequence[Holder]) -> bytes:
+    """The samples of gpu_allocation_info. prometheus_client takes ten times as long, and thousands of devices are
+    held on a node that shares its GPUs."""
+    quoted = _Quoted()
+    lines: dict[str, None] = {}  # a sample that comes twice would make all of the answer unreadable
+    for one in held:
+        offered = current.offers.get(one.resource)  # a reload may have taken it while the kubelet was asked
+        device = offered.resource.by_id.get(one.device) if offered else None
+        base, _, replica = one.device.partition("::")
+        gpu = device.gpu_uuid if device else base  # not offered any more, and still somebody's
+        mig = base if base.startswith("MIG-") else ""
+        lines[
+            f'gpu_allocation_info{{container="{quoted[one.container]}",mig="{quoted[mig]}",'
+            f'namespace="{quoted[one.namespace]}",pod="{quoted[one.pod]}",replica="{quoted[replica]}",'
+            f'uuid="{quoted[gpu]}"}} 1.0\n'
+        ] = None
+    return "".join(lines).encode(errors="replace")  # a checkpoint may have anything
 
 
 def _digest(value: object) -> str:
