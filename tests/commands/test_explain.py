@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpulet.commands import explain_ahead
+from gpulet.errors import UsageError
+from gpulet.launch import programs
+from gpulet.launch.beside import Laid
 from gpulet.sim import node as sim
 from support.containers import config, pod
 from support.machine import Machine
@@ -23,10 +28,10 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def explain(machine: Machine, *arguments: str) -> subprocess.CompletedProcess[str]:
+def explain(machine: Machine, *arguments: str, around: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     program = "import sys; from gpulet.commands.main import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-c", program, "explain", *arguments, "--config", str(machine.config_file)],
+        [*around, sys.executable, "-c", program, "explain", *arguments, "--config", str(machine.config_file)],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
@@ -88,6 +93,100 @@ def test_the_injection_told_is_what_the_runtime_carries_out(machine: Machine, tm
         assert os.readlink(root / link["path"].lstrip("/")) == link["target"]
         assert f"{link['path']} -> {link['target']}" in people
     assert "hooks" not in after
+
+
+DEV = {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"}
+
+
+def foreseen(machine: Machine, spec: dict[str, Any], *around: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What explain tells, and config.json after the runtime. around: a command that both are started by."""
+    runtime = machine.folder / "bin/gpulet-runtime"
+    path = machine.make(spec)
+    explained = explain(
+        machine, "bundle", str(machine.bundle), "--json", "--runtime", str(runtime), around=around
+    )  # fmt: skip
+    assert explained.returncode == 0, explained.stderr
+    environ = {"PATH": os.environ["PATH"], "GPULET_CONFIG": str(machine.config_file)}
+    created = subprocess.run(
+        [*around, str(runtime), "create", "--bundle", str(machine.bundle), "x"],
+        env=environ, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert created.returncode == 0, created.stderr
+    return json.loads(explained.stdout), json.loads(path.read_text())
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("state", ["/proc/nope", "/sys/nope", "{}/file/below", "{}/state"])
+@pytest.mark.parametrize("covered", [False, True])
+def test_the_ways_round_are_foreseen(machine: Machine, tmp_path: Path, state: str, covered: bool) -> None:
+    """With a state folder that can't be made, and with a mount over the place: the same hooks, by the same paths."""
+    (tmp_path / "file").touch()
+    machine.root = sim.create(tmp_path / "node", "h100x8", gpus=2).root
+    machine.configure(rest=f"[gpulet]\nstate-dir = '{state.format(tmp_path)}'\n")
+    spec = config(f"{V}=1", "NVIDIA_DRIVER_CAPABILITIES=all")
+    spec["mounts"] += [DEV, *([{"destination": "/etc", "source": str(tmp_path), "type": "bind"}] if covered else [])]
+    explained, after = foreseen(machine, spec)
+    assert explained["config_json"]["after"] == after
+    hooked = covered or not state.endswith("/state")
+    assert [hook["path"] for hook in after.get("hooks", {}).get("createContainer", [])] == (
+        [f"{tmp_path}/bin/gpulet-cdi-hook"] if hooked else []
+    )
+    assert [str(tmp_path) not in note and "state folder" in note for note in explained["notes"]] == (
+        [] if state.endswith("/state") else [state.startswith("/")]
+    )
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_root_that_is_read_only_is_foreseen(machine: Machine, tmp_path: Path, cache: bool) -> None:
+    machine.configure(rest=f"[gpulet]\nstate-dir = '{tmp_path}/state'\n")
+    spec = config(f"{V}=1")
+    machine.make(spec)
+    root = machine.bundle / "rootfs"
+    if cache:
+        subprocess.run(["/sbin/ldconfig", "-r", str(root), "-C", "/etc/ld.so.cache", "-X", "/usr/lib"], check=True)
+    script = f'mount --bind {root} {root} && mount -o remount,ro,bind {root} && exec "$@"'
+    explained, after = foreseen(machine, spec, "unshare", "--mount", "sh", "-c", script, "sh")
+    assert explained["config_json"]["after"] == after
+    assert len(explained["laid"]) == int(cache)
+    assert ("hooks" in after) is not cache
+    (note,) = explained["notes"]
+    assert "read-only" in note
+
+
+def test_only_what_can_lie_in_the_state_folder_is_said_to(tmp_path: Path) -> None:
+    links = (("a", "../b"),)
+    (tmp_path / "state/links/taken").mkdir(parents=True)
+    (tmp_path / "state/file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    for path, can in (
+        ("new/links/x", True),
+        ("state/links/x", True),
+        ("state/links/taken", False),
+        ("state/file/x", False),
+    ):
+        assert explain_ahead.can_lie(Laid(f"{tmp_path}/{path}", links=links)) is can
+    assert not explain_ahead.can_lie(Laid("/proc/nope/params/x", b"data"))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_programs_named_are_those_beside_a_launcher(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A console script of the same name, as an environment's bin folder has one, isn't what engines start."""
+    scripts = tmp_path / "venv"
+    scripts.mkdir()
+    for name in ("gpulet-runtime", "gpulet-cdi-hook"):
+        (scripts / name).write_text("#!/bin/sh\n")
+        (scripts / name).chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [f"{scripts}/gpulet", "explain"])
+    monkeypatch.setenv("PATH", f"{scripts}:{tmp_path}/bin")
+    monkeypatch.setattr(programs, "DEFAULT_PATH", ())
+    with explain_ahead.in_place_of(None):
+        assert programs.cdi_hook() == f"{tmp_path}/bin/gpulet-cdi-hook" != f"{scripts}/gpulet-cdi-hook"
+    assert sys.argv[0] == f"{scripts}/gpulet"
+    with pytest.raises(UsageError, match="--runtime"), explain_ahead.in_place_of(tmp_path / "none"):
+        pass
 
 
 def test_people_read_the_rules_the_plan_and_the_trap(machine: Machine) -> None:

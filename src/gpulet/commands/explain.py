@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gpulet import settings as settings_file
+from gpulet.commands.explain_ahead import foreseen, in_place_of
 from gpulet.errors import GpuletError, NodeError, UsageError
 from gpulet.launch.plan import Bundle, Plan
 from gpulet.node import procfs
@@ -37,21 +39,25 @@ NVIDIA_REQUIRE_CUDA), and policy "env" gives every GPU of the node to such an im
 def explain_bundle(
     folder: Annotated[Path, typer.Argument(help="The OCI bundle: the folder with config.json.")],
     config: Config = "",
+    runtime: Annotated[
+        Path | None, typer.Option(help="The gpulet-runtime that the engine starts; else the first launcher in PATH.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What gpulet-runtime would do to a bundle, and each rule that led there."""
+    """What gpulet-runtime would do to a bundle, started by this user, and each rule that led there."""
     settings = settings_file.load(config or None)
     bundle = Bundle(str(folder / "config.json"), settings)
     try:
-        plan = bundle.plan(settings)
+        with in_place_of(runtime):
+            plan, notes = foreseen(bundle, settings)
     except GpuletError:
         if not as_json:  # what was decided is worth knowing though it can't be done here
             _show_rules(Console(), bundle, settings)
         raise
     if as_json:
-        typer.echo(json.dumps(data(bundle, plan, settings), indent=2))
+        typer.echo(json.dumps(data(bundle, plan, settings, notes), indent=2))
     else:
-        show(Console(), bundle, plan, settings)
+        show(Console(), bundle, plan, settings, notes)
 
 
 @app.command("require")
@@ -108,8 +114,8 @@ def judge(expression: str, subject: Subject) -> dict[str, Any]:
     return {"expression": expression, "holds": holds, "node": subject.to_data(), "clauses": told}
 
 
-def data(bundle: Bundle, plan: Plan, settings: Settings) -> dict[str, Any]:
-    """The whole explanation as data."""
+def data(bundle: Bundle, plan: Plan, settings: Settings, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """The whole explanation as data. notes: why the runtime will take another way than the usual one."""
     decision = bundle.decision
     return {
         "bundle": bundle.path,
@@ -122,6 +128,7 @@ def data(bundle: Bundle, plan: Plan, settings: Settings) -> dict[str, Any]:
         "rootfs": plan.work.to_data(),
         "laid": [{"path": thing.path, "links": dict(thing.links), "bytes": len(thing.data)} for thing in plan.laid],
         "config_json": {"changed": plan.config != bundle.config, "after": plan.config},
+        "notes": list(notes),
         "assumed": list(plan.memory.assumed) if plan.memory else [],
         "lacking": list(plan.memory.lacking) if plan.memory else [],
         "trap": decision.request.source == "legacy-image",
@@ -133,9 +140,11 @@ def _pod(bundle: Bundle) -> str:
     return f"{one.pod_namespace}/{one.pod_name}" if one.pod_name else ""
 
 
-def show(console: Console, bundle: Bundle, plan: Plan, settings: Settings) -> None:
+def show(console: Console, bundle: Bundle, plan: Plan, settings: Settings, notes: Sequence[str] = ()) -> None:
     """The same for people."""
     _show_rules(console, bundle, settings)
+    for note in notes:
+        console.print(f"[yellow]{escape(note)}[/yellow]", soft_wrap=True, highlight=False)
     _show_plan(console, bundle, plan)
     if bundle.decision.request.source == "legacy-image":
         console.print(f"\n[yellow]{escape(TRAP)}[/yellow]", soft_wrap=True)
@@ -196,7 +205,12 @@ def _show_plan(console: Console, bundle: Bundle, plan: Plan) -> None:
     left = [(stage, hook) for stage, hooks in (plan.config.get("hooks") or {}).items() for hook in hooks]
     for stage, hook in left:
         stays = any(stage == old and hook in (hooks or ()) for old, hooks in hooks_before)
-        _item(console, "hook", f"{stage} {' '.join(hook.get('args') or [hook['path']])}", "stays" if stays else "added")
+        _item(
+            console,
+            "hook",
+            f"{stage} {' '.join([hook['path'], *(hook.get('args') or [])[1:]])}",
+            "stays" if stays else "added",
+        )
     for stage, hooks in hooks_before:
         for hook in hooks or ():
             if (stage, hook) not in left:

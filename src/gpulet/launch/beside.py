@@ -37,33 +37,34 @@ class Laid(Value):
 def lay(things: Sequence[Laid]) -> None:
     """Puts things where they aren't yet. Raises OSError where that can't be, or something else lies there."""
     for thing in things:
-        if not _lies(thing):
+        if not lies(thing, wanted=True):
             aside = f"{thing.path}.{os.getpid()}"
             codec.make_folder(os.path.dirname(thing.path))
             if thing.links:
                 _make_folder(thing, aside)
             else:
                 _make_file(thing, aside)
-            if not _lies(thing):
+            if not lies(thing, wanted=True):
                 raise OSError(17, "something else lies there", thing.path)  # EEXIST
             from gpulet.launch.sweep import sweep_sometimes
 
             sweep_sometimes(os.path.dirname(thing.path))
 
 
-def _lies(thing: Laid) -> bool:
-    """Whether the very thing is there, and of root's or our own making. Its time then says that somebody wants it."""
+def lies(thing: Laid, *, wanted: bool = False) -> bool:
+    """Whether the very thing is there, and of root's or our own making. wanted: its time then says that somebody wants
+    it."""
     try:
         if os.lstat(thing.path).st_uid not in (0, os.geteuid()):
             return False
         try:
-            os.utime(thing.path)
+            if wanted:
+                os.utime(thing.path)
         except PermissionError:  # root's, in whose folder we sweep nothing either
             pass
         if thing.links:
             return tuple(sorted((n, os.readlink(f"{thing.path}/{n}")) for n in os.listdir(thing.path))) == thing.links
-        with open(thing.path, "rb") as file:
-            return file.read() == thing.data
+        return codec.read_file(thing.path) == thing.data
     except OSError:
         return False
 

@@ -30,14 +30,14 @@ def carry_out(bundle: Bundle, plan: Plan, settings: Settings) -> Plan:
     if plan.work.empty():
         _remember(plan, {})
         return plan
-    _refuse_the_hosts(bundle.container.root)
-    libraries, sonames = _libraries(plan)
+    refuse_the_hosts(bundle.container.root)
+    found, sonames = libraries(plan)
     try:
         with Root(bundle.container.root) as held:
-            rootfs.carry_out(held, plan.work, libraries)
+            rootfs.carry_out(held, plan.work, found)
     except StepFailed as error:
         if error.errno == EROFS:
-            return _read_only(bundle, plan, libraries, settings)
+            return _read_only(bundle, plan, found, settings)
         if error.errno not in NOT_FROM_HERE:
             raise
         return by_hook(plan)
@@ -45,7 +45,7 @@ def carry_out(bundle: Bundle, plan: Plan, settings: Settings) -> Plan:
     return plan
 
 
-def _refuse_the_hosts(root: str) -> None:
+def refuse_the_hosts(root: str) -> None:
     """A container on the host's own root (podman run --rootfs /) has the driver; its loader's cache isn't ours to
     write."""
     try:
@@ -61,7 +61,7 @@ def _refuse_the_hosts(root: str) -> None:
         )
 
 
-def _libraries(plan: Plan) -> tuple[list[rootfs.Library], dict[str, tuple[str, int]]]:
+def libraries(plan: Plan) -> tuple[list[rootfs.Library], dict[str, tuple[str, int]]]:
     """The libraries for the loader's cache, and all that is known of each: remembered, or read from the host's file."""
     known = plan.memory.sonames if plan.memory else {}
     unknown = [mount for mount in plan.mounts if mount.path not in known]
@@ -69,12 +69,12 @@ def _libraries(plan: Plan) -> tuple[list[rootfs.Library], dict[str, tuple[str, i
     sonames = known | {mount.path: ("", 0) for mount in unknown}  # what a loader could do nothing with stays so
     for item in read:
         sonames[f"{item.folder}/{item.name}"] = (item.soname, item.flags)
-    libraries = []
+    found = []
     for mount in plan.mounts:
         if sonames[mount.path][1]:
             folder, _, name = mount.path.rpartition("/")
-            libraries.append(rootfs.Library(folder, name, *sonames[mount.path]))
-    return libraries, sonames
+            found.append(rootfs.Library(folder, name, *sonames[mount.path]))
+    return found, sonames
 
 
 def _remember(plan: Plan, sonames: dict[str, tuple[str, int]]) -> None:
@@ -83,18 +83,28 @@ def _remember(plan: Plan, sonames: dict[str, tuple[str, int]]) -> None:
         plan.memory.keep(plan.injection, {path: it for path, it in sonames.items() if path in own})
 
 
-def _read_only(bundle: Bundle, plan: Plan, libraries: list[rootfs.Library], settings: Settings) -> Plan:
-    """The way round a root that is read-only on disk: the loader's cache mounted over the image's, with the libraries
-    where they lie, as no link can be made. An image without a cache has no place for it: that is left to the hook."""
-    with Root(bundle.container.root) as held:
-        data = rootfs.cache_without_links(held, plan.work, libraries) if held.exists(rootfs.CACHE) else b""
-    if not data:
+def _read_only(bundle: Bundle, plan: Plan, found: list[rootfs.Library], settings: Settings) -> Plan:
+    """The way round a root that is read-only on disk."""
+    laid = cache_beside(bundle, plan, found, settings)
+    if laid is None:
         return by_hook(plan)
-    laid = beside.Laid(beside.named(settings.state_dir, "caches", data), data)
     try:
         beside.lay([laid])
     except OSError:
         return by_hook(plan)
+    return with_cache(plan, laid)
+
+
+def cache_beside(bundle: Bundle, plan: Plan, found: list[rootfs.Library], settings: Settings) -> beside.Laid | None:
+    """The loader's cache to be mounted over the image's, with the libraries where they lie, as no link can be made. An
+    image without a cache has no place for it: None, and that is left to the hook."""
+    with Root(bundle.container.root) as held:
+        data = rootfs.cache_without_links(held, plan.work, found) if held.exists(rootfs.CACHE) else b""
+    return beside.Laid(beside.named(settings.state_dir, "caches", data), data) if data else None
+
+
+def with_cache(plan: Plan, laid: beside.Laid) -> Plan:
+    """The plan with that cache mounted."""
     mount = Mount(laid.path, rootfs.CACHE, beside.OPTIONS, why="the root is read-only: the loader's cache")
     plan.config = oci.apply(plan.config, Injection(mounts=(mount,)))
     return plan
