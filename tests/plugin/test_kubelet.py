@@ -7,6 +7,8 @@ import contextlib
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -167,6 +169,34 @@ def test_a_lost_stream_is_noticed(folder, kubelet):
         kubelet.wait_for(GPU, 3)
 
 
+FOREIGN = """
+import sys, grpc
+from gpulet.plugin.api import deviceplugin_pb2 as pb, deviceplugin_pb2_grpc as rpc
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    streams = [rpc.DevicePluginStub(channel).ListAndWatch(pb.Empty()) for _ in range(8)]
+    for stream in streams:
+        next(stream)
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_process_s_streams_are_not_the_kubelet_s(folder, kubelet):
+    with plugin.running(folder, lambda: facts(3)) as running:
+        kubelet.wait_for(GPU, 3)
+        agent = running.daemon.agents[GPU]
+        command = [sys.executable, "-c", FOREIGN, f"unix:{folder}/nvidia-gpu.sock"]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as other:
+            assert other.stdout.readline() == b"open\n"
+            assert agent.streams == 1 and agent._server.streams() == 9
+            kubelet._endpoints[GPU]._stream.cancel()
+            plugin.until(lambda: len(kubelet.registrations) == 2)
+            other.communicate()
+        kubelet.wait_for(GPU, 3)
+
+
 def test_a_successor_is_not_fought(folder, kubelet):
     with plugin.running(folder, lambda: facts(3)):
         kubelet.wait_for(GPU, 3)
@@ -255,3 +285,41 @@ def test_many_streams_leave_a_thread_for_the_kubelet(folder, kubelet):
         assert kubelet.allocate("p", "c", {GPU: 1}).envs  # its own stream came first and stays
         for stream in streams:
             stream.cancel()
+
+
+@pytest.mark.parametrize("kind", ["a file", "a folder", "a pipe", "a link that leads nowhere"])
+def test_something_else_in_the_place_of_the_kubelets_socket_is_named(folder, caplog, kind):
+    place = folder / "kubelet.sock"
+    with plugin.running(folder, lambda: facts(1), "--metrics-address=127.0.0.1:0") as running:
+        with Kubelet(folder) as kubelet:
+            kubelet.wait_for(GPU, 1)
+        place.unlink(missing_ok=True)
+        {
+            "a file": place.touch,
+            "a folder": place.mkdir,
+            "a pipe": lambda: os.mkfifo(place),
+            "a link that leads nowhere": lambda: place.symlink_to("nowhere"),
+        }[kind]()
+        told = f"waiting for the kubelet's socket {place}: {kind} is there"
+        plugin.until(lambda: told in caplog.text)
+        plugin.until(lambda: told in plugin.get(running.endpoint.port, "/readyz")[1])
+        place.rmdir() if kind == "a folder" else place.unlink()
+        with Kubelet(folder) as kubelet:
+            kubelet.wait_for(GPU, 1)
+    assert caplog.text.count(told) == 1
+
+
+def test_a_socket_that_cannot_be_removed_ends_nothing_early(folder, kubelet, caplog, monkeypatch):
+    def read_only(path):
+        raise OSError(30, "Read-only file system", path)
+
+    with plugin.running(folder, lambda: facts(1)) as running:
+        kubelet.wait_for(GPU, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("gpulet.plugin.server._unlink", read_only)
+            kubelet._endpoints[GPU]._stream.cancel()
+            plugin.until(lambda: "can't be removed: Read-only file system" in caplog.text)
+            plugin.until(lambda: "registration with" in caplog.text)
+        kubelet.wait_for(GPU, 1)
+        monkeypatch.setattr("gpulet.plugin.server._unlink", read_only)
+    assert running.error is None

@@ -44,7 +44,7 @@ def _readiness(daemon: Daemon) -> list[str]:
     ]
     waiting += [f"{name}: {problem}" for name, problem in daemon.silent.items()]
     waiting += [
-        f"the kubelet has no stream of {name}"
+        f"the kubelet has no stream of {name}" + (f": {agent.problem}" if agent.problem else "")
         for name, agent in daemon.agents.items()
         if agent.state.registered and not agent.streams
     ]

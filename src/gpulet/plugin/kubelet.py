@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpulet.plugin.api import deviceplugin_pb2 as pb
-from gpulet.plugin.rpc.client import call
+from gpulet.plugin.rpc.client import call_of
 from gpulet.plugin.rpc.framing import CallFailed
 from gpulet.plugin.server import Offer, Server
 
@@ -31,6 +31,8 @@ STREAM_GRACE = 1.0  # seconds without a stream before we think that the kubelet 
 GATE_DOUBLINGS = 4  # what we wait for is on this node and comes soon: look again after 1.6 s at most
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0  # seconds between failed attempts
 
+KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
 Identity = tuple[int, int, int]  # device, inode, modification time: a new socket may get the old one's inode, and
 # changing a socket's owner or mode, as the kubelet may do after binding, must not look like a new one
 
@@ -38,7 +40,7 @@ Identity = tuple[int, int, int]  # device, inode, modification time: a new socke
 @dataclass(frozen=True, slots=True)
 class Seen:
     """One look. kubelet: its socket, None where absent; own: whether our socket is in place (None: nothing there,
-    False: somebody else's); streams: open ListAndWatch calls; now: seconds on a monotonic clock."""
+    False: somebody else's); streams: the kubelet's open ListAndWatch calls; now: seconds on a monotonic clock."""
 
     now: float
     kubelet: Identity | None = None
@@ -103,8 +105,22 @@ def identify(path: str) -> Identity | None:
     return (info.st_dev, info.st_ino, info.st_mtime_ns) if stat.S_ISSOCK(info.st_mode) else None
 
 
-async def register(kubelet_socket: str, endpoint: str, resource: str) -> None:
-    """Tell the kubelet of one resource. Returns once the kubelet has called back and accepted.
+def in_the_way(path: str) -> str:
+    """What stands at the path where a socket was to be, "" for nothing at all."""
+    try:
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return "a link that leads nowhere" if os.path.islink(path) else ""
+    except OSError as error:
+        return f"something that can't be looked at: {error.strerror}"
+    return KINDS.get(stat.S_IFMT(mode), "a device")
+
+
+async def register(kubelet_socket: str, endpoint: str, resource: str) -> int:
+    """Tell the kubelet of one resource. Returns once the kubelet has called back and accepted: its process, whose
+    streams are the kubelet's. 0 where we are in a PID namespace of our own, as all that call from outside of it.
 
     Raises CallFailed.
     """
@@ -114,7 +130,9 @@ async def register(kubelet_socket: str, endpoint: str, resource: str) -> None:
         resource_name=resource,
         options=pb.DevicePluginOptions(get_preferred_allocation_available=True),
     )
-    await call(kubelet_socket, "/v1beta1.Registration/Register", request.SerializeToString(), REGISTER_TIMEOUT)
+    method = "/v1beta1.Registration/Register"
+    _, process = await call_of(kubelet_socket, method, request.SerializeToString(), REGISTER_TIMEOUT)
+    return process
 
 
 async def _alive(path: str) -> bool:
@@ -148,18 +166,19 @@ class Agent:
         self.path = os.path.join(folder, self.endpoint)
         self.state = State()
         self.problem = ""  # why the last attempt to register came to nothing
-        self._waiting = False
+        self._waiting = ""  # for the kubelet's socket, as it was said last
         self._kubelet_socket = kubelet_socket
         self._offer = offer
         self._server: Server | None = None
+        self._kubelet: int | None = None  # the process that took us
         self._server_args: tuple[Any, ...] = (observe,) if observe else ()
         self._gate = gate
         self._notify = notify or (lambda resource, event: None)
 
     @property
     def streams(self) -> int:
-        """Open ListAndWatch calls."""
-        return self._server.streams if self._server else 0
+        """ListAndWatch calls that the kubelet has open; before one took us, that anybody has."""
+        return self._server.streams(self._kubelet) if self._server else 0
 
     async def offer(self, offer: Offer) -> None:
         """Say this from now on."""
@@ -182,9 +201,10 @@ class Agent:
     async def _look(self) -> None:
         own = self._server.holds_socket() if self._server else None
         seen = Seen(time.monotonic(), identify(self._kubelet_socket), own, self.streams)
-        if seen.kubelet is None and not self._waiting:
-            log.info("%s: waiting for the kubelet's socket %s", self.name, self._kubelet_socket)
-        self._waiting = seen.kubelet is None
+        if seen.kubelet is None:
+            self._wait_for_socket()
+        elif self._waiting:
+            self._waiting = self.problem = ""
         self.state, action = decide(self.state, seen)
         if action == "enlist":
             await self._enlist(seen.kubelet)
@@ -194,6 +214,13 @@ class Agent:
             await self._withdraw()
             while await _alive(self.path):
                 await asyncio.sleep(LOOK_EVERY * 5)
+
+    def _wait_for_socket(self) -> None:
+        other = in_the_way(self._kubelet_socket)
+        waiting = f"waiting for the kubelet's socket {self._kubelet_socket}" + (f": {other} is there" if other else "")
+        if waiting != self._waiting:
+            log.log(logging.WARNING if other else logging.INFO, "%s: %s", self.name, waiting)
+        self._waiting = self.problem = waiting
 
     async def _enlist(self, kubelet: Identity | None) -> None:
         await self._withdraw()
@@ -207,7 +234,7 @@ class Agent:
             return
         try:
             await self._serve()
-            await register(self._kubelet_socket, self.endpoint, self.name)
+            self._kubelet = await register(self._kubelet_socket, self.endpoint, self.name)
         except (CallFailed, OSError) as error:
             self.state = failed(self.state, kubelet, time.monotonic(), random.random())
             log.warning("%s: registration with %s failed: %s", self.name, self._kubelet_socket, error)
@@ -228,4 +255,7 @@ class Agent:
     async def _withdraw(self) -> None:
         server, self._server = self._server, None
         if server:
-            await asyncio.to_thread(server.stop)
+            try:
+                await asyncio.to_thread(server.stop)
+            except OSError as error:  # a folder that has become read-only
+                log.warning("%s: our socket %s can't be removed: %s", self.name, self.path, error.strerror)

@@ -27,7 +27,7 @@ from gpulet.plugin.rpc.listener import Listener
 log = logging.getLogger(__name__)
 
 SERVICE = "/v1beta1.DevicePlugin/"
-STREAMS = 8  # ListAndWatch calls at a time: the kubelet has one, and each may keep a list of a megabyte waiting
+STREAMS = 8  # ListAndWatch calls of one process at a time: the kubelet has one, and each may keep a megabyte waiting
 OPTIONS = pb.DevicePluginOptions(get_preferred_allocation_available=True).SerializeToString()
 NOTHING = pb.PreStartContainerResponse().SerializeToString()
 PATIENCE = 0.5  # seconds that stopping waits for what is being said
@@ -97,10 +97,9 @@ class Server:
         self._listener: Listener | None = None
         self._identity: tuple[int, int] | None = None
 
-    @property
-    def streams(self) -> int:
-        """ListAndWatch calls that are open now."""
-        return self._service.open
+    def streams(self, process: int | None = None) -> int:
+        """ListAndWatch calls that are open now, of this process or, by default, of any."""
+        return self._service.open if process is None else self._service.callers.get(process, 0)
 
     def start(self) -> None:
         """Bind and serve. Another socket at the path, a predecessor's or a dead process's, is replaced.
@@ -133,14 +132,17 @@ class Server:
         return (info.st_dev, info.st_ino) == self._identity
 
     def stop(self) -> None:
-        """End the streams, remove our socket and no other. Blocks, half a second at most."""
+        """End the streams, remove our socket and no other. Blocks, half a second at most. Raises OSError where the
+        socket can't be removed; it is served no more all the same."""
         listener, self._listener = self._listener, None
         if listener is None:
             return
         log.info("Stopping to serve '%s' on %s", self._offer.resource.name, self.path)
-        if self.holds_socket():
-            _unlink(self.path)
-        listener.stop(PATIENCE)
+        try:
+            if self.holds_socket():
+                _unlink(self.path)
+        finally:
+            listener.stop(PATIENCE)
 
     def offer(self, offer: Offer) -> None:
         """Answer with this from now on; open streams get the new list where it differs."""
