@@ -121,14 +121,14 @@ def test_the_list_follows_the_offer(server: Server, stub: rpc.DevicePluginStub):
     assert {device.ID: device.health for device in next(stream).devices} == dict.fromkeys(
         map(gpu_uuid, range(2)), "Healthy"
     )
-    assert server.streams == 1
+    assert server.streams() == server.streams(os.getpid()) == 1 and not server.streams(1)
     server.offer(replace(server._offer, sick={gpu_uuid(1): "Xid 79"}))
     assert [device.health for device in next(stream).devices] == ["Healthy", "Unhealthy"]
     server.offer(replace(server._offer, sick={gpu_uuid(1): "Xid 48"}))  # another reason, the same list
     server.offer(replace(server._offer, sick={}))
     assert [device.health for device in next(stream).devices] == ["Healthy", "Healthy"]
     server.stop()
-    assert list(stream) == [] and stream.code() == grpc.StatusCode.OK and server.streams == 0
+    assert list(stream) == [] and stream.code() == grpc.StatusCode.OK and server.streams() == 0
 
 
 def test_the_socket_is_taken_over_and_only_ours_is_removed(server: Server, folder: str):

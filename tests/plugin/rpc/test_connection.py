@@ -250,6 +250,18 @@ def test_more_feeds_than_there_may_be():
     assert made.open == 0
 
 
+def test_another_process_has_its_own_share_of_feeds():
+    made = service(most=1)
+    one, two = Client(Connection(made, 7)), Client(Connection(made, 8))
+    for asking, code in ((one, ""), (one, "8"), (two, "")):
+        stream = asking.ask(FEED, prefixed(b""))
+        asking.exchange()
+        assert asking.status(stream)[0] == code
+    assert made.callers == {7: 1, 8: 1}
+    one.connection.lose()
+    assert made.callers == {8: 1} and made.open == 1
+
+
 def test_reset_while_asking_while_answered_and_at_once():
     asking = client(window=10)
     half = asking.ask(ECHO, prefixed(b"abc")[:4], end=False)

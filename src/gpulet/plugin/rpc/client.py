@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -24,8 +26,24 @@ MOST_ANSWERED = 16 << 20  # bytes; the kubelet gives its clients as much for the
 CONFIG = H2Configuration(client_side=True, header_encoding=None)
 
 
+def other_end(sock: socket.socket) -> int:
+    """The process at a unix socket's other end: which connected, or which listens. 0 where it is in a PID namespace
+    that we don't see."""
+    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid)
+
+
 async def call(path: str, method: str, message: bytes, timeout: float) -> bytes:
     """The answer to one unary call. path: the socket's; method: "/package.Service/Method"; timeout: seconds, for all.
+
+    Raises CallFailed: UNAVAILABLE where nobody is there, DEADLINE_EXCEEDED, or the service's own.
+    """
+    answer, _ = await call_of(path, method, message, timeout)
+    return answer
+
+
+async def call_of(path: str, method: str, message: bytes, timeout: float) -> tuple[bytes, int]:
+    """The same, and the process that listens at the socket, as other_end() tells it.
 
     Raises CallFailed: UNAVAILABLE where nobody is there, DEADLINE_EXCEEDED, or the service's own.
     """
@@ -33,7 +51,8 @@ async def call(path: str, method: str, message: bytes, timeout: float) -> bytes:
         async with asyncio.timeout(timeout):
             reader, writer = await asyncio.open_unix_connection(path)
             try:
-                return await _ask(reader, writer, method, message)
+                process = other_end(writer.get_extra_info("socket"))
+                return await _ask(reader, writer, method, message), process
             finally:
                 writer.close()
     except TimeoutError:

@@ -28,8 +28,8 @@ class Service:
     """What can be called, shared by all connections.
 
     unary: path -> message in, message out; it may raise CallFailed. feed: the path of the one call that is answered
-    with a stream: `news`, and the next news whenever there is some. most: feeds that are open at the same time.
-    observe: is told of each call that was answered, of a feed when it begins.
+    with a stream: `news`, and the next news whenever there is some. most: feeds that one process may have
+    open at the same time. observe: is told of each call that was answered, of a feed when it begins.
     """
 
     def __init__(
@@ -44,8 +44,13 @@ class Service:
         self.feed = feed
         self.most = most
         self.observe = observe
-        self.open = 0  # feeds that are open now
+        self.callers: dict[int, int] = {}  # process -> feeds that it has open now
         self.tell(news)
+
+    @property
+    def open(self) -> int:
+        """Feeds that are open now."""
+        return sum(self.callers.values())
 
     def tell(self, news: bytes) -> None:
         """The message that every feed is to get from now on. The listener has to be woken after it."""
@@ -57,11 +62,11 @@ class Service:
 
 
 class Connection(Http2):
-    """A client and the service that it calls."""
+    """A client and the service that it calls. caller: its process, 0 where it isn't known."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, caller: int = 0) -> None:
         super().__init__(window=MOST_BODY + 1)  # so that a body that is too large is seen, and not waited for
-        self._service = service
+        self._service, self._caller = service, caller
         self._asked: dict[int, tuple[bytes, bytearray]] = {}  # stream -> path, body so far
         self._held = 0  # bytes of those bodies
         self._feeds: dict[int, bytes] = {}  # stream -> the last news that it was sent
@@ -138,9 +143,11 @@ class Connection(Http2):
         return framed(method(single(body)))
 
     def _open_feed(self, stream: int) -> None:
-        if self._service.open >= self._service.most:
-            raise CallFailed("RESOURCE_EXHAUSTED", f"{self._service.most} streams are open already")
-        self._service.open += 1
+        callers, most = self._service.callers, self._service.most
+        own = callers.get(self._caller, 0)
+        if own >= most:
+            raise CallFailed("RESOURCE_EXHAUSTED", f"{most} streams are open already")
+        callers[self._caller] = own + 1
         self._feeds[stream] = b""
         self.begin(stream, BEGIN_BLOCK)
         self._feed(stream)
@@ -154,7 +161,10 @@ class Connection(Http2):
 
     def _leave_feed(self, stream: int) -> None:
         if self._feeds.pop(stream, None) is not None:
-            self._service.open -= 1
+            callers = self._service.callers
+            callers[self._caller] -= 1
+            if not callers[self._caller]:
+                del callers[self._caller]
 
     def _refuse(self, stream: int, path: bytes, failed: CallFailed, seconds: float) -> None:
         self._service.observe(self._service.name(path), failed.code, seconds)

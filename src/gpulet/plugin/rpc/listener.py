@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from gpulet.plugin.rpc.client import other_end
 from gpulet.plugin.rpc.connection import Connection, Service
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class _Client:
 
     def __init__(self, sock: socket.socket, service: Service) -> None:
         self.socket = sock
-        self.connection = Connection(service)
+        self.connection = Connection(service, other_end(sock))
         self.rest = memoryview(b"")
 
     @property
