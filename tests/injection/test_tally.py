@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -35,24 +37,27 @@ def test_folding_keeps_every_count(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert os.listdir(folder) == [tally.NAME]
 
 
-def _add_many(folder: str) -> None:
-    for _ in range(200):
+def _add_many(folder: str, many: int) -> None:
+    for _ in range(many):
         tally.add(folder, *JIT, 0.001)
 
 
-def test_many_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("most", "many"), [(tally.MOST, 200), (600, 2000)])
+def test_many_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, many: int) -> None:
+    monkeypatch.setattr(tally, "MOST", most)
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_add_many, args=(str(tmp_path),)) for _ in range(8)]
+    workers = [context.Process(target=_add_many, args=(str(tmp_path), many)) for _ in range(8)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert tally.read(str(tmp_path))[JIT][:2] == [1_600_000, 1600]
+    assert tally.read(str(tmp_path))[JIT][:2] == [8000 * many, 8 * many]
 
 
 def test_a_line_that_came_while_it_was_folded_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tally, "MOST", 0)
     path = tmp_path / tally.NAME
-    tally.add(str(tmp_path), *JIT, 0.001)
+    path.write_text("jit-cdi ok 1000\n")
     late = os.open(path, os.O_WRONLY | os.O_APPEND)
     rename = os.rename
 
@@ -102,3 +107,23 @@ def test_something_else_of_that_name_holds_nobody_up(tmp_path: Path, kind: str) 
     else:
         with pytest.raises(OSError):
             tally.read(str(folder))
+
+
+def test_a_process_that_was_stopped_with_the_lock_makes_nobody_wait_long(tmp_path: Path) -> None:
+    tally.add(str(tmp_path), *JIT, 0.001)
+    ready, told = os.pipe()
+    child = os.fork()
+    if not child:
+        os.lockf(os.open(tmp_path / tally.NAME, os.O_RDWR), os.F_LOCK, 0)
+        os.write(told, b"x")
+        time.sleep(60)
+        os._exit(0)
+    os.read(ready, 1)
+    began = time.monotonic()
+    tally.add(str(tmp_path), *JIT, 0.001)
+    assert time.monotonic() - began < 1
+    assert tally.read(str(tmp_path))[JIT][1] == 2
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(ready)
+    os.close(told)

@@ -4,13 +4,14 @@ which the device plugin's metrics read.
     jit-cdi ok 8312                        one injection: mode, result, microseconds
     jit-cdi ok 39120 5 0 0 2 3 0 ...       several: their sum, how many, how many took as long as each of BUCKETS
 
-A line is appended in one write, so that runtimes need no lock between them. A file that has grown is folded into sums,
-which keeps every count, and the file small for ever. Loaded by the programs in launch/.
+A file that has grown is folded into sums, which keeps every count, and the file small for ever: each line is appended
+in one write, under a lock, so that none goes to a file that has just been replaced. Loaded by the programs in launch/.
 """
 
 from __future__ import annotations
 
 import os
+import time
 
 from gpulet import codec
 
@@ -23,6 +24,7 @@ MODES = ("auto", "jit-cdi", "cdi", "csv", "legacy")  # "auto": it failed before 
 RESULTS = ("ok", "denied", "refused", "error")  # denied: starts without the GPUs that it asked for
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)  # seconds, upper ends; what took longer has its own
 MOST = 65536  # bytes: some 3,000 injections; as many lines take a millisecond or two to add up
+TRIES, PAUSE = 50, 0.001  # to get the lock, which others have for microseconds; seconds between them
 PART, LONGEST = 65536, 64  # bytes read at once, and how often
 
 Sums = list[int]  # microseconds, count, then one count for each of BUCKETS and one for what took longer
@@ -32,21 +34,41 @@ Tally = dict[tuple[str, str], Sums]  # mode, result
 def add(folder: str, mode: str, result: str, seconds: float) -> None:
     """Count one injection. Says nothing where it can't: a container must not wait for a count, nor fail for one."""
     path = f"{folder}/{NAME}"
+    line = f"{mode} {result} {seconds * 1e6:.0f}\n".encode()
     try:
         try:
-            file = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            size = _append(path, line)
         except FileNotFoundError:
             codec.make_folder(folder)
-            file = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        try:
-            os.write(file, f"{mode} {result} {seconds * 1e6:.0f}\n".encode())
-            size = os.lseek(file, 0, os.SEEK_END)
-        finally:
-            os.close(file)
+            size = _append(path, line)
         if size > MOST:
             fold(path)
     except OSError:
         pass
+
+
+def _append(path: str, line: bytes) -> int:
+    """The file's size after that. Without the lock in the end, where a stopped process has it: the line may be lost
+    then, and the container doesn't wait."""
+    for left in reversed(range(TRIES)):
+        file = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            if _locked(file, path) or not left:
+                os.write(file, line)
+                return os.lseek(file, 0, os.SEEK_END)
+        finally:
+            os.close(file)
+        time.sleep(PAUSE)
+    return 0
+
+
+def _locked(file: int, path: str) -> bool:
+    """Whether we have the file, until it is closed, and it is still the one at the path."""
+    try:
+        os.lockf(file, os.F_TLOCK, 0)
+        return os.stat(path).st_ino == os.fstat(file).st_ino
+    except OSError:
+        return False
 
 
 def read(folder: str) -> Tally:
@@ -88,13 +110,10 @@ def _lines(text: bytes) -> Iterator[tuple[str, str, Sums]]:
 
 def fold(path: str) -> None:
     """Put the sums in place of the lines. Raises OSError."""
-    import fcntl
-
-    file = _open(path, os.O_RDONLY)
+    file = _open(path, os.O_RDWR)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another that folds it does what we would
-        if os.stat(path).st_ino != os.fstat(file).st_ino:
-            return  # it just has
+        if not _locked(file, path) or os.fstat(file).st_size <= MOST:
+            return  # another has just folded it, or is about to, or whoever writes next will
         found = sums(_rest(file))
         aside = f"{path}.new"
         try:
@@ -104,9 +123,10 @@ def fold(path: str) -> None:
         new = _open(aside, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL)
         try:
             lines = [f"{mode} {result} {' '.join(map(str, total))}\n" for (mode, result), total in found.items()]
+            os.lockf(new, os.F_TLOCK, 0)  # nobody folds it again before the rest is there
             os.write(new, "".join(lines).encode())
             os.rename(aside, path)
-            os.write(new, _rest(file))  # of runtimes that had the old one open
+            os.write(new, _rest(file))  # of who wrote without the lock
         finally:
             os.close(new)
     finally:
