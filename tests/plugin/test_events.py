@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from urllib.parse import urlsplit
 
 import pytest
 
-from gpulet.plugin import events
+from gpulet.plugin import events, main
 from gpulet.plugin.apiserver import ApiError, ApiServer, in_cluster
+from gpulet.plugin.config import Config
 from gpulet.plugin.events import Events
 from gpulet.plugin.health import Answer, Notice, XidSeen
 from gpulet.sim.kubelet import Kubelet
@@ -86,6 +89,38 @@ def test_an_api_server_that_refuses_or_is_away_for_a_moment(cluster, reporter, m
     plugin.until(lambda: "503 Service Unavailable" in caplog.text)
     cluster.failing = 0
     plugin.until(lambda: [event["message"] for event in cluster.events.values()] == ["two"])
+
+
+def test_too_many_requests_is_no_refusal(cluster, reporter, monkeypatch, caplog):
+    monkeypatch.setattr(events, "RETRY", 30)
+    cluster.failing, cluster.retry_after = 429, "1"
+    reporter.tell(Notice("NVMLFailed", "", "one"))
+    plugin.until(lambda: "429 Too Many Requests" in caplog.text)
+    cluster.failing = 0
+    began = time.monotonic()
+    plugin.until(lambda: cluster.reasons() == ["NVMLFailed"])
+    assert time.monotonic() - began > 0.8
+
+
+def test_a_bug_does_not_end_the_thread(cluster, reporter, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(ApiServer, "send", lambda *arguments: 1 // 0)
+        reporter.tell(Notice("NVMLFailed", "", "one"))
+        plugin.until(lambda: "Event NVMLFailed can't be reported" in caplog.text)
+    reporter.tell(Notice("NVMLFailed", "", "two"))
+    plugin.until(lambda: [event["message"] for event in cluster.events.values()] == ["two"])
+
+
+@pytest.mark.parametrize("port", ["tcp://10.0.0.1:443", "x", "99999", "-1"])
+def test_a_port_that_is_none(tmp_path, port, monkeypatch, caplog):
+    (tmp_path / "token").touch()
+    environ = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": port}
+    with pytest.raises(ApiError, match="is no API server's address"):
+        in_cluster(environ, str(tmp_path))
+    monkeypatch.setattr("gpulet.plugin.apiserver.SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setattr(os, "environ", environ)
+    assert main._events(Config(node_name="n")) is None
+    assert "health changes become no Events" in caplog.text
 
 
 def test_a_storm_waits_for_nobody(cluster):

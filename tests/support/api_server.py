@@ -19,7 +19,7 @@ class Cluster:
         self.node, self.labels, self.version = node, {}, 1
         self.events: dict[str, dict] = {}
         self.tokens: list[str] = []
-        self.failing = 0
+        self.failing, self.retry_after = 0, ""
         self.lock = threading.Condition()
         self.watches: list[queue.SimpleQueue] = []
         self.url = ""
@@ -59,6 +59,8 @@ def _handler(cluster):
             data = json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
+            if status == 429:
+                self.send_header("Retry-After", cluster.retry_after)
             self.end_headers()
             self.wfile.write(data)
 

@@ -22,7 +22,8 @@ NAMESPACE = "default"  # where Events about objects without a namespace, as node
 NORMAL = ("Recovered", "ReRegistered")  # ends of kinds that are no warnings
 WAITING = 256  # Notices that wait at most; a storm of them tells nobody more
 REMEMBERED = 64
-TRIES, RETRY = 3, 1.0  # attempts for one Event, seconds between them
+TRIES, RETRY = 3, 1.0  # attempts for one Event, seconds between them where the server names none
+LONGEST = 60.0  # seconds that it may name
 
 
 def event(node: str, notice: Notice, name: str, now: float) -> dict[str, object]:
@@ -94,9 +95,12 @@ class Events:
                     break
                 except ApiError as error:
                     log.warning("Event %s: %s", notice.kind, error)
-                    if not left or 400 <= error.code < 500:  # refused: asking again changes nothing
+                    if not left or not error.passes:
                         break
-                    time.sleep(RETRY)
+                    time.sleep(min(error.pause or RETRY, LONGEST))
+                except Exception:  # the thread must live: without it nothing more would be reported
+                    log.exception("Event %s can't be reported", notice.kind)
+                    break
 
     def _report(self, notice: Notice) -> None:
         """A new Event, or one more of the same; an Event lives an hour, then it has to be made anew."""

@@ -160,10 +160,14 @@ def _events(config: Config) -> Events | None:
     """Events of this node, where we are told its name and of an API server."""
     if not config.node_name or "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
-    from gpulet.plugin.apiserver import in_cluster
+    from gpulet.plugin.apiserver import ApiError, in_cluster
     from gpulet.plugin.events import Events
 
-    api = in_cluster(os.environ)
+    try:
+        api = in_cluster(os.environ)
+    except ApiError as error:
+        log.error("%s: health changes become no Events", error)
+        return None
     if api is None:
         log.info("no service account's token: health changes become no Events")
         return None
