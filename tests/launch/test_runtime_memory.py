@@ -80,6 +80,18 @@ def test_what_comes_back_is_what_was_worked_out(machine: Machine, monkeypatch: p
 
 
 @pytest.mark.root
+def test_a_node_that_is_yet_to_be_made_on_the_host_is_noticed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_age(machine, monkeypatch)
+    (machine.root / "dev/nvidia0").unlink()
+    answer(machine, "0")
+    assert answer(machine, "0").found is not None
+    os.mknod(machine.root / "dev/nvidia0", 0o020600, os.makedev(195, 0))
+    assert answer(machine, "0").found is None
+
+
+@pytest.mark.root
 @pytest.mark.parametrize(
     "change",
     [

@@ -78,17 +78,17 @@ class Memory:
         driver, has changed since `recall`, the answer may be of before or after, so it won't be kept."""
         if not looked:
             return
-        nodes = [node.host_path for node in injection.devices]
-        used = [*nodes, *(_evidence(mount.source) for mount in injection.mounts if mount.type in ("", "bind"))]
-        states = {path: _state(path) for path in (*map(_witness, looked), *used)}
+        nodes = [node.host_path for node in injection.devices]  # one that is yet to be made on the host is none there
+        bound = [_evidence(mount.source) for mount in injection.mounts if mount.type in ("", "bind")]
+        states = {path: _state(path) for path in (*map(_witness, looked), *nodes, *bound)}
         young = any(seen[1] > self._began - FRESH if seen else self._gone(path) for path, seen in states.items())
-        if not young and all(states[path] for path in used) and _said(self._root) == self._said:
+        if not young and _said(self._root) == self._said:
             self._states = states
 
     def _gone(self, path: str) -> bool:
         """Whether a name that is missing may have been there a moment ago: its folder has changed. /tmp and /run do
         all the time, so no more than this moment counts."""
-        folder = _state(os.path.dirname(path))
+        folder = _state(os.path.dirname(_witness(path)))
         return folder is not None and folder[1] > self._began - min(FRESH, TICK)
 
     def keep(self, injection: Injection, sonames: dict[str, tuple[str, int]]) -> None:
