@@ -218,6 +218,45 @@ def test_the_program_on_a_simulated_node():
 
 
 @pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("cc") is None, reason="a simulated node needs root and cc")
+@pytest.mark.parametrize("way", ["quit", "killed", "the service's end"])
+def test_a_control_daemon_that_ends_on_a_simulated_node(tmp_path, way):
+    told = []
+    write(tmp_path, 4)
+    with plugin.short_folder() as folder, Kubelet(folder) as kubelet:
+        node = simulated.create(folder / "node", "t4x1")
+        more = [f"--driver-root={node.root}", *words(tmp_path)]
+        keeper = mps_daemon.Service(lambda: load(more, {}), lambda config: facts(1))
+        keeper.follow()
+        (control,) = keeper.controls.values()
+        with plugin.running(folder, lambda: facts(1), *more, refresh_every=0.1, report=told.append):
+            kubelet.wait_for(GPU, 4)
+            if way == "quit":
+                control._run(mps.PROGRAM, told="quit")
+            elif way == "killed":
+                os.unlink(os.path.join(control.pipe, "control"))
+            else:
+                keeper.stop()
+            kubelet.wait_for(GPU, 0)
+            assert told[-1].kind == "MPSFailed"
+            keeper.follow()
+            kubelet.wait_for(GPU, 4)
+            assert told[-1].kind == "MPSRecovered"
+
+
+def test_our_own_questions_are_no_news_in_the_log(site, caplog):
+    caplog.set_level("INFO")
+    keeper = service(site, facts(1))
+    keeper.follow()
+    (control,) = keeper.controls.values()
+    with open(os.path.join(control.log, "control.log"), "a") as stream:
+        stream.write(f"{mps.QUESTION}\nsomething else\n")
+    keeper.follow()
+    assert f"{GPU}: something else" in caplog.text
+    assert mps.QUESTION not in caplog.text
+
+
+@pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts")
 def test_mount_shm(tmp_path):
     try:

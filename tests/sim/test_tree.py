@@ -126,7 +126,12 @@ def test_the_mps_stand_in_keeps_what_it_is_told(made: node.SimNode, tmp_path: Pa
     done = subprocess.run([control], env=environment, input=words, capture_output=True, text=True, check=True)
     assert done.stdout == "25\n25\n"
     assert (tmp_path / "log/control.log").read_text() == f"start\n{words}"
-    assert (tmp_path / "pipe/control").exists()
+    assert not (tmp_path / "pipe/control").exists()
+    done = subprocess.run([control], env=environment, input=words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "there is no control daemon\n")
+    subprocess.run([control, "-d"], env=environment, check=True)
+    done = subprocess.run([control, "-d"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "a control daemon is there already\n")
 
 
 @pytest.mark.root

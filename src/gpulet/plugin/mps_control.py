@@ -149,7 +149,8 @@ class Control:
             with open(os.path.join(self.log, "control.log"), encoding="utf-8", errors="replace") as stream:
                 stream.seek(self._read)
                 for line in stream.read().splitlines():
-                    log.info("%s: %s", self.plan.resource, line)
+                    level = logging.DEBUG if mps.QUESTION in line else logging.INFO  # we ask at each look
+                    log.log(level, "%s: %s", self.plan.resource, line)
                 self._read = stream.tell()
         except OSError:
             pass  # nothing written yet

@@ -1,21 +1,30 @@
-/* A stand-in nvidia-cuda-mps-control: keeps what it is told. Started with -d it creates the pipe folder's control file;
- * else it reads commands from its standard input and appends each to $CUDA_MPS_LOG_DIRECTORY/control.log, and answers
- * those that have an answer. */
+/* A stand-in nvidia-cuda-mps-control: keeps what it is told. Started with -d it creates the pipe folder's control file,
+ * which is its daemon's life: `quit`, or whoever removes the file, ends it. Else it reads commands from its standard
+ * input, and as long as the daemon lives appends each to $CUDA_MPS_LOG_DIRECTORY/control.log, and answers those that
+ * have an answer. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
-static FILE *open_in(const char *variable, const char *fallback, const char *name)
+struct place { char folder[2048], file[4096]; };
+
+static struct place in(const char *variable, const char *fallback, const char *name)
 {
-    char path[4096];
+    struct place place;
     const char *folder = getenv(variable);
-    folder = folder && *folder ? folder : fallback;
-    mkdir(folder, 0755);
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    FILE *file = fopen(path, "ae");
+    snprintf(place.folder, sizeof place.folder, "%s", folder && *folder ? folder : fallback);
+    snprintf(place.file, sizeof place.file, "%s/%s", place.folder, name);
+    return place;
+}
+
+static FILE *append_to(const struct place *place)
+{
+    mkdir(place->folder, 0755);
+    FILE *file = fopen(place->file, "ae");
     if (!file)
-        perror(path);
+        perror(place->file);
     return file;
 }
 
@@ -26,14 +35,21 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: nvidia-cuda-mps-control [-d | -f]\n");
         return 1;
     }
-    FILE *log = open_in("CUDA_MPS_LOG_DIRECTORY", "/var/log/nvidia-mps", "control.log");
+    struct place life = in("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps", "control");
+    struct place lines = in("CUDA_MPS_LOG_DIRECTORY", "/var/log/nvidia-mps", "control.log");
+    int begin = argc > 1 && argv[1][1] == 'd', lives = !access(life.file, F_OK);
+    if (begin == lives) {
+        fprintf(stderr, begin ? "a control daemon is there already\n" : "there is no control daemon\n");
+        return 1;
+    }
+    FILE *log = append_to(&lines);
     if (!log)
         return 1;
-    if (argc > 1 && argv[1][1] == 'd') {
-        FILE *pipe = open_in("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps", "control");
-        if (!pipe)
+    if (begin) {
+        FILE *control = append_to(&life);
+        if (!control)
             return 1;
-        fclose(pipe);
+        fclose(control);
         fputs("start\n", log);
         return fclose(log) != 0;
     }
@@ -45,8 +61,10 @@ int main(int argc, char **argv)
             snprintf(share, sizeof share, "%.60s", line + 37);
         if (!strcmp(line, "get_default_active_thread_percentage") || !strncmp(line, "set_default_active", 18))
             puts(share);
-        else if (!strcmp(line, "quit"))
+        else if (!strcmp(line, "quit")) {
+            unlink(life.file);
             break;
+        }
     }
     return fclose(log) != 0;
 }
