@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -117,13 +118,42 @@ def test_who_gets_the_signal(tmp_path):
         10: ["mps-control-daemon"],
         11: ["grep", "nvidia-device-plugin"],
         12: [],
+        14: ["/usr/bin/python3", "-m", "gpulet.plugin.entry"],
+        15: ["/usr/bin/python3.12", "-I", "-X", "utf8", "-Wignore", "/usr/bin/gpulet-device-plugin"],
+        16: ["python", "-Im", "gpulet.plugin.main", "--x"],
+        17: ["python", "-m", "gpulet.plugin.entry", "config-manager"],
+        18: ["python", "-c", "gpulet-device-plugin"],
+        19: ["python", "-m", "pytest", "gpulet-device-plugin"],
+        20: ["python", "-m"],
     }.items():
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "cmdline").write_bytes(b"".join(word.encode() + b"\0" for word in words))
     (tmp_path / "13").mkdir()  # has ended meanwhile
-    assert manager.processes("nvidia-device-plugin", str(tmp_path)) == [7, 8]
+    assert manager.processes("nvidia-device-plugin", str(tmp_path)) == [7, 8, 14, 15, 16]
     assert manager.processes("/usr/bin/mps-control-daemon", str(tmp_path)) == [10]
     assert manager.processes("nobody", str(tmp_path)) == []
+
+
+def test_a_process_that_a_hangup_would_end_gets_none_yet(files, monkeypatch):
+    command = [sys.executable, "-c", "import signal, sys; {}; print(flush=True); sys.stdin.read()"]
+    sent = []
+    with contextlib.ExitStack() as stack:
+        pids = []
+        for what in ("pass", "signal.signal(1, lambda *_: None)", "signal.signal(1, signal.SIG_IGN)"):
+            words = [*command[:2], command[2].format(what)]
+            process = stack.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert process.stdout.readline()
+            pids.append(process.pid)
+        monkeypatch.setattr(manager, "processes", lambda name: pids)
+        monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+        manager.send(settings(files))
+        assert sent == [(pid, 1) for pid in pids[1:]]
+        sent.clear()
+        manager.send(settings(files, signal=15))
+        assert sent == [(pid, 15) for pid in pids]
+        monkeypatch.setattr(manager, "processes", lambda name: pids[:1])
+        with pytest.raises(ConfigError, match="no process nvidia-device-plugin to signal"):
+            manager.send(settings(files))  # and is tried again
 
 
 CODE = """
@@ -180,6 +210,7 @@ def test_a_signal_that_reaches_nobody_is_tried_again(files, monkeypatch):
     with pytest.raises(ConfigError, match="no process nvidia-device-plugin to signal"):
         manager._apply(settings(files), link, "shared")
     monkeypatch.setattr(manager, "processes", lambda name: [4711])
+    monkeypatch.setattr(manager, "heeds", lambda pid, number: True)
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     manager._apply(settings(files), link, "shared")
     manager._apply(settings(files), link, "shared")

@@ -27,6 +27,7 @@ PROGRAM = "config-manager"
 LOOK_EVERY = 5.0  # seconds between looks at the files themselves: a ConfigMap's content changes without an event
 PATIENCE = 30.0  # seconds that the first label is waited for
 RETRY = 2.0
+MODULES = ("gpulet.plugin.entry", "gpulet.plugin.main")  # `python -m` of these is gpulet-device-plugin
 
 OPTIONS = (
     row("oneshot", "bool", "oneshot", "ONESHOT", "", "choose once and end"),
@@ -152,16 +153,45 @@ def processes(name: str, proc: str = "/proc") -> list[int]:
                 words = stream.read().decode(errors="replace").split("\0")
         except OSError:
             continue
-        program = 1 if os.path.basename(words[0]).startswith("python") else 0
-        names = {os.path.basename(word) for word in words[program : program + 1]}
-        if names & wanted and PROGRAM not in words and int(entry) != os.getpid():
+        if _program(words) in wanted and PROGRAM not in words and int(entry) != os.getpid():
             found.append(int(entry))
     return found
+
+
+def _program(words: Sequence[str]) -> str:
+    """The name of the program that a command line runs, with an interpreter's options before it or without one."""
+    if not os.path.basename(words[0]).startswith("python"):
+        return os.path.basename(words[0])
+    rest = iter(words[1:])
+    for word in rest:
+        if not word.startswith("-"):
+            return os.path.basename(word)
+        last = word[-1] if not word.startswith("--") else ""
+        if last == "m":
+            return "gpulet-device-plugin" if next(rest, "") in MODULES else ""
+        if last == "c":
+            return ""
+        if word in ("-W", "-X", "--check-hash-based-pycs"):
+            next(rest, "")
+    return ""
+
+
+def heeds(pid: int, number: int, proc: str = "/proc") -> bool:
+    """Whether a signal doesn't simply end the process: SigCgt and SigIgn of proc(5), a bit for each signal."""
+    try:
+        with open(f"{proc}/{pid}/status", encoding="ascii", errors="replace") as stream:
+            masks = [int(line.split()[1], 16) for line in stream if line.startswith(("SigCgt:", "SigIgn:"))]
+    except (OSError, ValueError, IndexError):
+        return True  # nothing known: as it was asked for
+    return any(mask >> number - 1 & 1 for mask in masks)
 
 
 def send(settings: Settings) -> None:
     """Signal every process of the program. Raises ConfigError where there is none."""
     found = processes(settings.process)
+    if settings.signal == signal.SIGHUP:
+        # one that is just being started would end, and reads its configuration only later
+        found = [pid for pid in found if heeds(pid, settings.signal)]
     for pid in found:
         try:
             os.kill(pid, settings.signal)
