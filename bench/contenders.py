@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers import Peers
-from bench.site import LOW_LEVEL, Runtime, Site, age
+from bench.site import LOW_LEVEL, SETTLED, Runtime, Site
 from gpulet.errors import EngineError
 from gpulet.injection import cdi
 from gpulet.node import driver, procfs
@@ -94,7 +95,9 @@ def lacking(peers: Peers) -> list[str]:
 
 def runtimes(site: Site, peers: Peers, chosen: Sequence[Contender]) -> dict[str, Runtime]:
     """The contenders set up on a site: name -> what an engine is to call."""
-    return {contender.name: _runtime(site, peers, contender) for contender in chosen}
+    ready = {contender.name: _runtime(site, peers, contender) for contender in chosen}
+    time.sleep(SETTLED)
+    return ready
 
 
 def _runtime(site: Site, peers: Peers, one: Contender) -> Runtime:
@@ -129,8 +132,6 @@ def _specs(site: Site, peers: Peers, form: str) -> Path:
         files = driver.find(str(site.node.root), version=facts.driver)
         made = cdi.make_spec(facts, files, hook_path=str(site.launchers["gpulet-cdi-hook"]))
         cdi.write_spec(made, str(folder / f"nvidia.{form.lower()}"))
-    for path in folder.iterdir():
-        age(path)
     return folder
 
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -49,10 +48,7 @@ class Runtime:
 BARE = Runtime("bare")
 
 
-def age(path: Path) -> None:
-    """Makes a file a minute older: a node's configuration isn't new, and what is made of a new file isn't kept yet."""
-    moment = time.time() - 60
-    os.utime(path, (moment, moment))
+SETTLED = 2.5  # seconds: a node's configuration isn't new, and what is made of a new file isn't kept yet
 
 
 def spec(arguments: list[str], env: tuple[str, ...], cgroup: str) -> dict[str, Any]:
@@ -121,7 +117,6 @@ class Site:
         (folder / "nvidia-container-runtime").mkdir(parents=True)
         path = folder / "nvidia-container-runtime/config.toml"
         path.write_text(text)
-        age(path)
         return {"XDG_CONFIG_HOME": str(folder)}
 
     def container(self, runtime: Runtime, arguments: list[str] | None = None) -> Container:
