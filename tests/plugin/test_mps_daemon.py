@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from gpulet.plugin.config import Config, load
 from gpulet.plugin.resources import inventory
 from gpulet.plugin.sharing import Shared, Sharing
 from gpulet.sim import node as simulated
+from gpulet.sim.inject import inject
 from gpulet.sim.kubelet import Kubelet
 from support import plugin_process as plugin
 from support.hand_made import facts, gpu, gpu_uuid
@@ -215,6 +218,42 @@ def test_the_program_on_a_simulated_node():
     assert lines[0] == "start"
     assert lines[1].startswith("set_default_device_pinned_mem_limit 0 ") and lines[1].endswith("M")
     assert lines[2] == "set_default_active_thread_percentage 25"
+
+
+def test_a_driver_that_hangs_keeps_nobody_from_ending_it(site, caplog, monkeypatch):
+    monkeypatch.setattr("gpulet.plugin.aside.PATIENCE", 0.1)
+    stop, hung = threading.Event(), threading.Event()
+    hung.set()
+
+    def look(config):
+        assert hung.wait(30)
+        return facts(2)
+
+    keeper = mps_daemon.Service(lambda: load(words(site), {}), look, stop)
+    keeper.follow()
+    hung.clear()
+    threading.Timer(0.5, stop.set).start()
+    with pytest.raises(NodeError, match="ended before"):
+        keeper.follow()
+    assert caplog.text.count("the driver gave no answer within 0.1 s: waiting for it") == 1
+    keeper.stop()
+    hung.set()
+    assert told(site)[-3:] == ["quit", *(f"smi -i {gpu_uuid(index)} -c DEFAULT" for index in (0, 1))]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("cc") is None, reason="a simulated node needs root and cc")
+def test_the_program_ends_while_the_library_hangs(tmp_path):
+    with plugin.short_folder() as folder:
+        node = simulated.create(folder / "node", "t4x1")
+        write(folder, 4)
+        inject(folder / "node", "nvml init takes 40s")
+        command = [sys.executable, "-m", "gpulet.plugin.mps_daemon", "--driver-root", str(node.root)]
+        with open(tmp_path / "log", "wb") as log:
+            process = subprocess.Popen([*command, *words(folder)], stderr=log)
+        time.sleep(1.5)  # its handlers stand after 0.3 s, and NVML is asked
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0, (tmp_path / "log").read_text()
 
 
 @pytest.mark.root

@@ -23,8 +23,8 @@ PATIENCE = 15.0  # seconds; the driver of a node whose GPUs aren't kept initiali
 TIMEOUT = 10  # NVML_ERROR_TIMEOUT
 
 
-async def aside(step: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """The step's result or exception. Cancelled, it leaves the step to itself."""
+def begin(step: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> Future[T]:
+    """The promise of the step's result or exception."""
     promise: Future[T] = Future()
     promise.set_running_or_notify_cancel()  # from here on it can't be cancelled under the thread
 
@@ -35,7 +35,12 @@ async def aside(step: Callable[P, T], *arguments: P.args, **options: P.kwargs) -
             promise.set_exception(error)
 
     threading.Thread(target=run, name="aside", daemon=True).start()
-    return await asyncio.wrap_future(promise)
+    return promise
+
+
+async def aside(step: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """The step's result or exception. Cancelled, it leaves the step to itself."""
+    return await asyncio.wrap_future(begin(step, *arguments, **options))
 
 
 class Unanswered(NvmlError):

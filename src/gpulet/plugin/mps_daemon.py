@@ -15,12 +15,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from gpulet import linux
 from gpulet.errors import GpuletError, NodeError, UsageError
 from gpulet.node.gpu import NodeFacts
-from gpulet.plugin import mps
+from gpulet.plugin import aside, mps
 from gpulet.plugin.config import Config
 from gpulet.plugin.generation import with_lost
 from gpulet.plugin.mps_control import Control, Plan, plan, remove
@@ -29,13 +30,20 @@ from gpulet.plugin.resources import inventory
 log = logging.getLogger(__name__)
 
 PROGRAM = "mps-control-daemon"
+TICK = 0.2  # seconds between looks whether we are to end, while NVML is waited for
 
 
 class Service:
-    """Keeps the control daemons as the configuration and the node want them."""
+    """Keeps the control daemons as the configuration and the node want them. stop: set once that is to end."""
 
-    def __init__(self, load: Callable[[], Config], look: Callable[[Config], NodeFacts]) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Config],
+        look: Callable[[Config], NodeFacts],
+        stop: threading.Event | None = None,
+    ) -> None:
         self._load, self._look = load, look
+        self._stop = stop or threading.Event()
         self.controls: dict[str, Control] = {}
         self._ready = ""
         self._facts: NodeFacts | None = None
@@ -69,12 +77,27 @@ class Service:
         if not config.mps_active:
             return {}
         # a lost GPU stays in its plan: another plan means an end of the daemon, and of its clients on all other GPUs
-        looked = self._look(config)
+        looked = self._ask(config)
         self._facts = with_lost(looked, self._facts)
         self._lost = frozenset(gpu.uuid for gpu in self._facts.gpus) - {gpu.uuid for gpu in looked.gpus}
         offered = inventory(self._facts, config)
         mps.check(offered.resources)
         return {one.name: plan(one) for one in offered.resources if mps.shared(one, config)}
+
+    def _ask(self, config: Config) -> NodeFacts:
+        """What the node has. Raises NodeError, also where we are to end before it has answered."""
+        answer, told = aside.begin(self._look, config), False
+        began = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                return answer.result(TICK)
+            except TimeoutError:
+                if answer.done():
+                    raise  # the look's own
+            if not told and time.monotonic() - began >= aside.PATIENCE:
+                told = True
+                log.error("%s: waiting for it", aside.Unanswered())
+        raise NodeError("ended before the node has answered")
 
     def _keep(self, name: str, new: Plan, config: Config) -> None:
         control = self.controls.get(name)
@@ -136,14 +159,15 @@ def run(words: Sequence[str], load: Callable[[], Config], look: Callable[[Config
     config = load()  # one that can't be used ends the program at once, later the last one stays in force
     if not config.mps_active:
         log.info("nothing is shared through MPS: waiting for a configuration that does")
-    service = Service(load, look)
+    service = Service(load, look, stop)
     try:
         while not stop.is_set():
             wake.clear()
             try:
                 service.follow()
             except (GpuletError, OSError) as error:
-                log.error("%s; trying again", error)
+                if not stop.is_set():
+                    log.error("%s; trying again", error)
             except Exception:  # an end would be the end of everything that computes through MPS
                 log.exception("a look at the node failed; trying again")
             wake.wait(config.refresh_interval)
