@@ -234,14 +234,32 @@ class Memory:
         """The faults of this boot. A missing or older file means none. Raises OSError, or ValueError for a file that
         isn't ours: then nothing is known, which somebody should be told."""
         try:
-            data = json.loads(files.read(self.path))
+            data = json.loads(files.read(self.path), parse_constant=_no_number)
             if data["boot_id"] != self.boot_id:
                 return Health()
-            return Health(tuple(Fault(**fault) for fault in data["faults"]))
+            return Health(tuple(_fault(row) for row in data["faults"]))
         except FileNotFoundError:
             return Health()
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not as we write it: {error}") from error
+
+    def put_aside(self) -> str:
+        """Keep a file that can't be read from being replaced; returns its new path. Raises OSError."""
+        aside = f"{self.path}.unread"
+        os.replace(self.path, aside)
+        return aside
+
+    def joined(self, own: Health) -> Health:
+        """Our health after another process kept the file for a while: its faults, and those of ours that came after it
+        last wrote. Raises as `load`."""
+        theirs = self.load()
+        try:
+            written = os.stat(self.path).st_mtime
+        except FileNotFoundError:
+            written = 0.0
+        seen = {(fault.uuid, fault.gi, fault.ci) for fault in theirs.faults}
+        later = [one for one in own.faults if one.since > written and (one.uuid, one.gi, one.ci) not in seen]
+        return replace(own, faults=(*theirs.faults, *later))
 
     def save(self, health: Health) -> None:
         """Replace the file. Raises OSError."""
@@ -254,3 +272,20 @@ class Memory:
         with open(aside, "x", encoding="utf-8") as stream:
             json.dump({"boot_id": self.boot_id, "faults": [asdict(fault) for fault in health.faults]}, stream)
         os.replace(aside, self.path)
+
+
+_TYPES = {"uuid": str, "gi": int, "ci": int, "xid": int, "reason": str, "since": int | float, "recovery": int}
+
+
+def _fault(row: object) -> Fault:
+    """A fault as `save` writes it. Raises TypeError for any other value."""
+    if not isinstance(row, dict) or row.keys() != _TYPES.keys():
+        raise TypeError(f"no fault: {row!r:.80}")
+    for name, kind in _TYPES.items():
+        if not isinstance(row[name], kind) or isinstance(row[name], bool):
+            raise TypeError(f"{name} of a fault: {row[name]!r:.80}")
+    return Fault(**row)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"not as we write it: {text}")

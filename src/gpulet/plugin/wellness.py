@@ -5,12 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin.config import Config
-from gpulet.plugin.health import Acknowledged, Answer, Event, Health, Memory, Notice, Policy, XidSeen, read_policy, step
+from gpulet.plugin.health import (
+    Acknowledged,
+    Answer,
+    Event,
+    Health,
+    Memory,
+    Notice,
+    NvmlState,
+    Policy,
+    XidSeen,
+    read_policy,
+    step,
+)
 from gpulet.plugin.monitor import Monitor, Session
 
 log = logging.getLogger(__name__)
@@ -41,14 +54,15 @@ class Wellness:
         self.health = Health()
         self.policy = Policy()
         self.recovery: dict[str, int] = {}  # UUID -> the recovery action that the driver last asked for
-        self.heard = 0.0  # when the last event came, seconds since the epoch
+        self.heard = 0.0  # when the monitor last got an answer of NVML, seconds since the epoch
+        self.aside = False  # another process serves, and keeps the faults
         self._open, self._changed, self._told = open, changed, told
         self._memory: Memory | None = None
         self._folder: str | None = None  # of the memory, None before the first
         self._unsaved = False
         self._trouble = ""  # why faults can't be kept, said once
         self._monitor: Monitor | None = None
-        self._watched: tuple[Config, tuple[str, ...]] | None = None
+        self._watched: tuple[object, ...] | None = None  # what the monitor was started for
         self._scheduled = False
         self._stuck: set[str] = set()  # acknowledgements that can't be removed
 
@@ -60,19 +74,27 @@ class Wellness:
         for item in strange:
             log.warning("health checks: %r is no Xid: ignored", item)
         self._remember(config.state_dir)
-        uuids = tuple(gpu.uuid for gpu in facts.gpus)
-        if self._watched == (config, uuids):
+        self._watch(config, tuple(gpu.uuid for gpu in facts.gpus) if facts.source == "nvml" else ())
+
+    def _watch(self, config: Config, uuids: tuple[str, ...]) -> None:
+        """Have a monitor of these GPUs. One that watches them already goes on, since an Xid between two is nobody's."""
+        opener = self._open if self.policy.watches and uuids else None
+        wanted = (config.lookup_root, config.refresh_interval, uuids) if opener else None
+        if wanted == self._watched:
             return
-        self.stop()
-        self._watched = config, uuids
-        opener = self._open
-        if opener and uuids and self.policy.watches and facts.source == "nvml":
+        before, self._monitor, self._watched = self._monitor, None, wanted
+        if opener:
             loop = asyncio.get_running_loop()
             monitor = Monitor(
-                lambda: opener(config), uuids, lambda event: self._from_thread(loop, event), config.refresh_interval
+                lambda: opener(config),
+                uuids,
+                lambda event: self._from_thread(loop, monitor, event),
+                config.refresh_interval,
             )
-            monitor.start()
             self._monitor = monitor
+            monitor.start()
+        if before:  # after the new one, so that none goes by; it may wait in NVML, and the loop has kubelets to answer
+            threading.Thread(target=before.stop, name="health-stop", daemon=True).start()
 
     def _remember(self, folder: str) -> None:
         """Keep faults in this folder from now on, "" for nowhere. Those from before a restart are read at the start."""
@@ -88,18 +110,44 @@ class Wellness:
             self.health = self._memory.load()
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            log.error("faults from before the restart can't be read in %s: %s", path, why)
+            log.error("faults from before the restart can't be read in %s: %s%s", path, why, self._put_aside(error))
         for fault in self.health.faults:
             log.warning("GPU %s is still unhealthy from before the restart: %s", fault.uuid, fault.reason)
 
+    def _put_aside(self, error: Exception) -> str:
+        """Keep a file that isn't ours from being replaced by the next fault; what was done, for people."""
+        if not self._memory or isinstance(error, OSError):
+            return ""
+        try:
+            return f"; it is kept as {self._memory.put_aside()}"
+        except (OSError, ValueError) as failure:
+            return f"; it can't be put aside: {failure}"
+
+    def stand_aside(self, yes: bool) -> None:
+        """Whether another process serves in our stead: then the folder, with the operator's word in it, is that one's.
+        Whoever serves again goes on from what the other kept."""
+        if yes == self.aside:
+            return
+        self.aside = yes
+        if yes or not self._memory:
+            return
+        before = self.health
+        try:
+            self.health = self._memory.joined(before)
+        except (OSError, ValueError) as error:
+            log.error("faults that the other plugin kept can't be read in %s: %s", self._memory.path, error)
+        self._unsaved = True
+        if self.health != before:
+            self._changed()
+
     def keep(self) -> None:
         """Save the faults, where they have changed since they were saved; what fails is tried again the next time."""
-        if not self._memory or not self._unsaved:
+        if not self._memory or not self._unsaved or self.aside:
             return
         try:
             self._memory.save(self.health)
-        except OSError as error:
-            trouble = f"{self._memory.path}: {error.strerror}"
+        except (OSError, ValueError) as error:
+            trouble = f"{self._memory.path}: {error.strerror if isinstance(error, OSError) else error}"
             if trouble != self._trouble:
                 log.error("faults can't be kept in %s; trying again, said once", trouble)
             self._trouble = trouble
@@ -109,17 +157,23 @@ class Wellness:
             self._trouble = ""
             log.info("faults are kept in %s again", self._memory.path)
 
-    def _from_thread(self, loop: asyncio.AbstractEventLoop, event: Event) -> None:
+    def _from_thread(self, loop: asyncio.AbstractEventLoop, monitor: Monitor, event: Event) -> None:
         try:
-            loop.call_soon_threadsafe(self.hear, event)
+            loop.call_soon_threadsafe(self._from_monitor, monitor, event)
         except RuntimeError:
             pass  # the loop has just been closed: nobody listens any more
 
+    def _from_monitor(self, monitor: Monitor, event: Event) -> None:
+        if monitor is not self._monitor and not isinstance(event, XidSeen):
+            return  # what one that is on its way out thinks of NVML or of a GPU, nobody would take back
+        if not isinstance(event, NvmlState) or not event.problem:  # that health can't be checked is no check
+            self.heard = time.time()
+        self.hear(event)
+
     def hear(self, event: Event) -> None:
         """Take an event in."""
-        self.heard = time.time()
         before = self.health
-        self.health, notices = step(before, event, self.policy, self.heard)
+        self.health, notices = step(before, event, self.policy, time.time())
         if isinstance(event, XidSeen):
             self._told(event)
         if isinstance(event, Answer) and not event.silence:
@@ -134,15 +188,15 @@ class Wellness:
 
     def _flush(self, before: Health) -> None:
         self._scheduled = False
+        self._changed()  # first: neither a disk that fails nor one that is slow may keep a fault from the kubelet
         if self.health.faults != before.faults:
             self._unsaved = True
-            self.keep()
-        self._changed()
+            asyncio.get_running_loop().call_soon(self.keep)
 
     def take_acknowledgements(self, config: Config) -> None:
         """The operator's word: each file STATE_DIR/well/<GPU's UUID> clears that GPU's faults, and is removed."""
         folder = os.path.join(config.state_dir, "well")
-        if not config.state_dir or not os.path.isdir(folder):
+        if self.aside or not config.state_dir or not os.path.isdir(folder):
             return
         for uuid in sorted(os.listdir(folder)):
             try:
