@@ -333,6 +333,25 @@ def test_an_acknowledgement_that_cannot_be_removed(folder, kubelet, caplog):
     assert caplog.text.count("can't be removed") == 1
 
 
+def test_the_operators_word_is_for_the_plugin_that_serves(folder, kubelet, caplog):
+    """A rolling update: the old one stands back, and both have the same state folder."""
+    word = folder / "gpulet" / "well" / gpu_uuid(1)
+    with plugin.running(folder, lambda: facts(2), refresh_every=0.05) as old:
+        kubelet.wait_for(GPU, 2)
+        with plugin.running(folder, lambda: facts(2), refresh_every=0.4) as new:
+            plugin.until(lambda: "standing back" in caplog.text)
+            kubelet.wait_for(GPU, 2)
+            for one in (old, new):
+                hear(one, XidSeen(gpu_uuid(1), 79))
+            kubelet.wait_for(GPU, 1)
+            word.parent.mkdir(parents=True)
+            word.touch()
+            kubelet.wait_for(GPU, 2)
+            plugin.until(lambda: gpu_uuid(1) not in (folder / "gpulet" / "health.json").read_text())
+        kubelet.wait_for(GPU, 0)
+        kubelet.wait_for(GPU, 2)  # the old one, which had heard of the fault too, serves again
+
+
 def test_faults_that_cannot_be_read_are_told(folder, kubelet, caplog):
     (folder / "gpulet").mkdir()
     (folder / "gpulet" / "health.json").write_text("{")

@@ -57,6 +57,7 @@ class Daemon:
         self.wellness = Wellness(session, self._health_changed, self._told)
         self._wanted = Config()  # the newest configuration that could be read, in force or not yet
         self.silent: dict[str, str] = {}  # resource -> what its MPS control daemon's trouble is
+        self._yielded: set[str] = set()  # resources that another process serves in our stead
         self._offering: asyncio.Task[None] | None = None
         self.stop = asyncio.Event()
         self.generation: Generation | None = None
@@ -139,6 +140,7 @@ class Daemon:
             except Exception as error:
                 self.news.trouble("configuration", f"new configuration refused, the last one stays: {error}", error)
         try:
+            self._who_serves()
             self.wellness.take_acknowledgements(config)
             self.wellness.keep()
             await self._take_over(config)
@@ -278,7 +280,15 @@ class Daemon:
         task.add_done_callback(self._ended)
         self._tasks[name] = task
 
+    def _who_serves(self) -> None:
+        """Have the faults kept by us, or by another plugin where that serves all that we offer."""
+        self.wellness.stand_aside(bool(self.agents) and self.agents.keys() <= self._yielded)
+
     def _registered(self, name: str, outcome: str) -> None:
+        self._yielded -= {name}
+        if outcome == "yielded":
+            self._yielded |= {name}
+        self._who_serves()
         if outcome == "registered":
             self.news.registered(name)
         if self._metrics:
