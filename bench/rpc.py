@@ -29,32 +29,36 @@ def run(peers: Peers, rounds: int, say: Say) -> list[Table]:
         made.notes.append("no peer: PEER_DEVICE_PLUGIN names one")
     with Site() as site:
         every = makers(peers, site.node, site.folder)
+        seen: dict[tuple[str, int, str], list[float]] = defaultdict(list)
         for replicas in REPLICAS:
-            seen: dict[tuple[str, str], list[float]] = defaultdict(list)
             for number in range(STARTS):
                 say(f"{8 * replicas} devices, start {number + 1} of {STARTS}")
-                for name in every:
-                    with every[name](replicas) as plugin:
-                        _note_start(plugin, seen)
-            with ExitStack() as stack:
-                plugins = {name: stack.enter_context(make(replicas)) for name, make in every.items()}
-                for what in ("Allocate", "GetPreferredAllocation"):
-                    calls = {name: _call(plugin, what) for name, plugin in plugins.items()}
-                    count = rounds if what == "Allocate" else max(1, rounds // 10)
-                    for name, taken in alternate(calls, count).items():
-                        seen[f"{what} {ASKED}", name] = taken
-                for name, plugin in plugins.items():
-                    seen["resident MiB after the calls", name] = [plugin.resident()]
-            _rows(made, seen, 8 * replicas)
+                for make in every.values():
+                    with make(replicas) as plugin:
+                        _note_start(plugin, replicas, seen)
+        with ExitStack() as stack:  # all at once and in turns, so that few devices and many have the same moments
+            plugins = {
+                (name, replicas): stack.enter_context(make(replicas))
+                for replicas in REPLICAS
+                for name, make in every.items()
+            }
+            for what in ("Allocate", "GetPreferredAllocation"):
+                calls = {f"{name} {replicas}": _call(one, what) for (name, replicas), one in plugins.items()}
+                taken = alternate(calls, rounds if what == "Allocate" else max(1, rounds // 10))
+                for name, replicas in plugins:
+                    seen[f"{what} {ASKED}", replicas, name] = taken[f"{name} {replicas}"]
+            for (name, replicas), plugin in plugins.items():
+                seen["resident MiB after the calls", replicas, name] = [plugin.resident()]
+    _rows(made, seen)
     made.goals += goals(made)
     return [made]
 
 
-def _note_start(plugin: Plugin, seen: dict[tuple[str, str], list[float]]) -> None:
+def _note_start(plugin: Plugin, replicas: int, seen: dict[tuple[str, int, str], list[float]]) -> None:
     ear = plugin.ear
-    seen["start to registration", plugin.name].append((ear.registered - plugin.began) * 1e3)
-    seen["device list, from the question", plugin.name].append((ear.listed - ear.asked) * 1e3)
-    seen["resident MiB after the start", plugin.name].append(plugin.resident())
+    seen["start to registration", replicas, plugin.name].append((ear.registered - plugin.began) * 1e3)
+    seen["device list, from the question", replicas, plugin.name].append((ear.listed - ear.asked) * 1e3)
+    seen["resident MiB after the start", replicas, plugin.name].append(plugin.resident())
 
 
 def _call(plugin: Plugin, what: str) -> Any:
@@ -71,12 +75,12 @@ def _call(plugin: Plugin, what: str) -> Any:
     return lambda: timed(lambda: method(request, timeout=60))
 
 
-def _rows(made: Table, seen: dict[tuple[str, str], list[float]], devices: int) -> None:
-    for (what, name), values in seen.items():
+def _rows(made: Table, seen: dict[tuple[str, int, str], list[float]]) -> None:
+    for (what, replicas, name), values in sorted(seen.items(), key=lambda item: item[0][1]):
         middle = spread(values).median
-        rival = seen.get((what, "peer")) if name == "gpulet" else None
+        rival = seen.get((what, replicas, "peer")) if name == "gpulet" else None
         ratio = middle / spread(rival).median if rival else None
-        made.add(name, devices, what, middle, percentile(values, 99), min(values), ratio)
+        made.add(name, 8 * replicas, what, middle, percentile(values, 99), min(values), ratio)
 
 
 def goals(made: Table) -> list[Goal]:
