@@ -5,7 +5,9 @@ import pytest
 from gpulet.errors import ConfigError, UsageError
 from gpulet.plugin.config import Config, load
 from gpulet.plugin.options import OPTIONS, usage
+from gpulet.plugin.resources import inventory
 from gpulet.plugin.sharing import Pattern, Shared, Sharing, resource_name
+from support.hand_made import facts
 
 
 def from_file(tmp_path, text: str, *argv: str, **environ: str) -> Config:
@@ -137,10 +139,10 @@ def test_environment_boolean_names_its_variable():
         ("[1]", "list"),
         ("a: [", "is no YAML"),
         ("flags: 3", "flags: 3"),
-        ("flags: {failOnInitError: maybe}", "invalid failOnInitError in the config file: 'maybe'"),
+        ("flags: {failOnInitError: maybe}", "line 1: flags.failOnInitError: 'maybe'"),
         ("flags: {migStrategy: no}", "unknown MIG strategy: false"),
         ("flags: {plugin: {deviceListStrategy: 'envvar,cdi-cri'}}", "invalid strategy: envvar,cdi-cri"),
-        ("flags: {plugin: {deviceListStrategy: 5}}", "invalid deviceListStrategy"),
+        ("flags: {plugin: {deviceListStrategy: 5}}", "deviceListStrategy: 5"),
         ("flags: {plugin: {deviceListStrategy: []}}", "none given"),
         ("imex: {channelIDs: [2]}", "found: "),
         ("sharing: {timeSlicing: null}", "no resources specified"),
@@ -175,6 +177,74 @@ def test_environment_boolean_names_its_variable():
 def test_refused_files(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         from_file(tmp_path, text)
+
+
+PLACES = """\
+version: v1
+flags:
+  migStrategy: none
+  failOnInitError: true
+  plugin: &p
+    {}
+sharing:
+  timeSlicing:
+    {}
+    resources:
+    - name: gpu
+      replicas: 2
+    - name: other
+      {}
+resources:
+  gpus:
+  - pattern: "*"
+    name: {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "text", "line", "key", "message"),
+    [
+        (0, "deviceIDStrategy: name", 6, "flags.plugin.deviceIDStrategy", "invalid --device-id-strategy option: name"),
+        (0, "DEVICEIDSTRATEGY: name", 6, "flags.plugin.deviceIDStrategy", "invalid --device-id-strategy"),
+        (0, "gds: 1\n    stateDir: \"/a\\0b\"", 7, "flags.plugin.stateDir", "without a NUL"),
+        (0, "deviceFilter: [index=1,\n      x=3]", 6, "flags.plugin.deviceFilter", "invalid --device-filter"),
+        (0, "spreadMinimum: 2", 6, "flags.plugin.spreadMinimum", "means nothing under this policy"),
+        (0, "refreshInterval: 1\n    refreshInterval: 0", 7, "flags.plugin.refreshInterval", "at most a day"),
+        (0, "a: !!set {x}", 6, "flags.plugin.a", "a set where"),
+        (1, "renameByDefault: 3", 9, "sharing.timeSlicing.renameByDefault", "wanted true or false"),
+        (2, "replicas: 1", 14, "sharing.timeSlicing.resources[1].replicas", "must be >= 2"),
+        (2, "x: 1", 13, "sharing.timeSlicing.resources[1]", "no replicas specified"),
+        (2, "replicas: 2\n      devices: [x]", 15, "sharing.timeSlicing.resources[1].devices", "unsupported"),
+        (2, "replicas: 2\n      rename: A", 15, "sharing.timeSlicing.resources[1].rename", "incorrect format"),
+        (3, "A_B", 18, "resources.gpus[0].name", "incorrect format"),
+        (3, "''", 17, "resources.gpus[0]", "must have a 'name' field"),
+    ],
+)  # fmt: skip
+def test_a_refused_value_is_named_by_file_line_and_key(tmp_path, number, text, line, key, message):
+    parts = ["x: 1", "renameByDefault: false", "replicas: 3", "x"]
+    parts[number] = text
+    with pytest.raises(ConfigError) as caught:
+        from_file(tmp_path, PLACES.format(*parts))
+    start = f"config file {tmp_path}/config.yaml, line {line}: {key}: "
+    assert str(caught.value).startswith(start)
+    assert message in str(caught.value)
+
+
+def test_a_flag_that_stands_over_the_file_is_what_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^unknown MIG strategy: x"):
+        from_file(tmp_path, "flags: {migStrategy: none}", "--mig-strategy=x")
+
+
+def test_sharing_that_the_node_cannot_meet_is_named_by_its_place(tmp_path):
+    text = "sharing:\n  timeSlicing:\n    resources:\n    - {name: gpu, replicas: 2, devices: WHICH}"
+    for which in ("[99]", "5"):
+        with pytest.raises(ConfigError, match=r"yaml, line 4: sharing.timeSlicing.resources\[0\] of nvidia.com/gpu: "):
+            inventory(facts(2), from_file(tmp_path, text.replace("WHICH", which)))
+
+
+def test_a_line_more_is_no_other_configuration(tmp_path):
+    text = "sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2}]}}"
+    assert from_file(tmp_path, text) == from_file(tmp_path, f"\n{text}")
 
 
 def test_mps_and_mixed_do_not_go_together(tmp_path):

@@ -71,7 +71,10 @@ def test_a_changed_file_is_noticed_and_a_bad_one_refused(folder, kubelet, caplog
         kubelet.wait_for(GPU, 2)
         config.write_text("flags: {migStrategy: wrong}")
         plugin.until(
-            lambda: "new configuration refused, the last one stays: unknown MIG strategy: wrong" in caplog.text
+            lambda: (
+                f"new configuration refused, the last one stays: config file {config}, line 1: flags.migStrategy: "
+                "unknown MIG strategy: wrong" in caplog.text
+            )
         )
         assert kubelet.resources()[GPU].allocatable == 2
         shared = "sharing: {timeSlicing: {renameByDefault: true, resources: [{name: gpu, replicas: 4}]}}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from gpulet.errors import ConfigError
-from gpulet.plugin.document import get, has, section, unknown_keys
+from gpulet.plugin.document import Place, get, has, section, unknown_keys
 from gpulet.plugin.options import MOST_SECONDS, OPTIONS, Option, Scalar, read_arguments, read_environ
 from gpulet.plugin.sharing import Pattern, Sharing, read_patterns, read_sharing
 
@@ -109,38 +109,47 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """
     given = {**read_environ(environ), **read_arguments(argv)}
     path = str(given.get("config_file", ""))
-    return _checked(_merged(given, _document(path), path))
+    document, place = _document(path)
+    from_file = [option for option in OPTIONS if option.key and option.field not in given]
+    places = {
+        option.field: place.at(*option.key.split("."))
+        for option in from_file
+        if _find(document, option, place) is not None
+    }
+    return _checked(_merged(given, document, place), {**places, "mps": place.at("sharing", "mps")})
 
 
-def _document(path: str) -> dict[str, Any]:
+def _document(path: str) -> tuple[dict[str, Any], Place]:
     if not path:
-        return {}
+        return {}, Place("", lambda keys: 0)
     from gpulet.plugin.yaml_file import read  # PyYAML is for those who have a file
 
     return read(path)
 
 
-def _merged(given: dict[str, Scalar], document: dict[str, Any], path: str) -> Config:
+def _merged(given: dict[str, Scalar], document: dict[str, Any], place: Place) -> Config:
     values: dict[str, Any] = {}
     for option in OPTIONS:
-        if option.key and (found := _file_value(document, option)) is not None:
+        if option.key and (found := _file_value(document, option, place)) is not None:
             values[option.field] = found
     values.update(given)
-    sharing = section(document, "sharing")
+    sharing, where = section(document, "sharing", place.at("sharing")), place.at("sharing")
     mps = get(sharing, "mps")
     if has(sharing, "timeSlicing"):
-        values["time_slicing"] = read_sharing(get(sharing, "timeSlicing"), "sharing.timeSlicing", fail_above_one=False)
+        values["time_slicing"] = read_sharing(
+            get(sharing, "timeSlicing"), where.at("timeSlicing"), fail_above_one=False
+        )
     if mps is not None:
-        values["mps"] = read_sharing(mps, "sharing.mps", fail_above_one=True)
-    resources = section(document, "resources")
-    values["gpu_patterns"] = read_patterns(get(resources, "gpus"), "resources.gpus")
-    values["mig_patterns"] = read_patterns(get(resources, "mig"), "resources.mig")
+        values["mps"] = read_sharing(mps, where.at("mps"), fail_above_one=True)
+    resources, where = section(document, "resources", place.at("resources")), place.at("resources")
+    values["gpu_patterns"] = read_patterns(get(resources, "gpus"), where.at("gpus"))
+    values["mig_patterns"] = read_patterns(get(resources, "mig"), where.at("mig"))
     values["dev_root"] = values.get("dev_root") or values.get("driver_root", "/")
     config = _with_sockets(Config(**values), "kubelet_socket" in given)
     beside = config.kubelet_socket_dir
     return replace(
         config,
-        warnings=(*_unknown_keys(document, path), *_doubts(config)),
+        warnings=(*_unknown_keys(document, place.file), *_doubts(config)),
         # a folder of the kubelet's, because it is on the host's disk in every manifest; the kubelet removes files there
         # when it starts, and leaves folders
         state_dir=values.get("state_dir", os.path.join(beside, "gpulet")),
@@ -158,14 +167,22 @@ def _with_sockets(config: Config, socket_given: bool) -> Config:
     return config
 
 
-def _file_value(document: dict[str, Any], option: Option) -> Any:
+def _find(document: dict[str, Any], option: Option, place: Place) -> Any:
+    """The file's value for an option as it stands there, None without one. Raises ConfigError."""
     *sections, leaf = option.key.split(".")
-    place = document
     for name in sections:
-        place = section(place, name)
-    value = get(place, leaf)
+        place = place.at(name)
+        document = section(document, name, place)
+    return get(document, leaf)
+
+
+def _file_value(document: dict[str, Any], option: Option, place: Place) -> Any:
+    value = _find(document, option, place)
     if value is None:
         return None
+    place = place.at(*option.key.split("."))
+    if any("\0" in item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)):
+        raise ConfigError(str(place), seen=repr(value), wanted="text without a NUL")
     if option.kind == "bool" and isinstance(value, bool):
         return value
     if option.kind == "text" and isinstance(value, str | int | float):
@@ -181,7 +198,7 @@ def _file_value(document: dict[str, Any], option: Option) -> Any:
     items = value if option.kind in ("list", "ints") and isinstance(value, list) else [None]
     if all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
         return tuple(items)
-    raise ConfigError(f"invalid {leaf} in the config file", seen=repr(value), wanted=_WANTED[option.kind])
+    raise ConfigError(str(place), seen=repr(value), wanted=_WANTED[option.kind])
 
 
 _WANTED = {
@@ -215,39 +232,48 @@ def _doubts(config: Config) -> list[str]:
     return found
 
 
-def _checked(config: Config) -> Config:
-    """Refuse what can't be used, in the peer's order and wording."""
+def _checked(config: Config, places: Mapping[str, Place]) -> Config:
+    """Refuse what can't be used, in the peer's order and wording. places: of fields whose value is the file's."""
+
+    def at(field: str, text: str) -> str:
+        return f"{places[field]}: {text}" if field in places else text
+
     for name in config.device_list_strategy or ("",):
         if name not in STRATEGIES:
             raise ConfigError(
-                "invalid --device-list-strategy option: invalid strategy", seen=name or "none given",
-                wanted=" or ".join(STRATEGIES),
+                at("device_list_strategy", "invalid --device-list-strategy option: invalid strategy"),
+                seen=name or "none given", wanted=" or ".join(STRATEGIES),
             )  # fmt: skip
-    _choice("invalid --device-id-strategy option", config.device_id_strategy, "uuid", "index")
-    _choice("invalid --shared-devices-allocation-policy option", config.allocation_policy,
+    _choice(at("device_id_strategy", "invalid --device-id-strategy option"), config.device_id_strategy, "uuid", "index")
+    _choice(at("allocation_policy", "invalid --shared-devices-allocation-policy option"), config.allocation_policy,
             "distributed", "packed", "spread")  # fmt: skip
     if config.spread_minimum and config.allocation_policy != "spread":
-        raise ConfigError("--spread-minimum means nothing under this policy", seen=config.allocation_policy,
+        raise ConfigError(at("spread_minimum", "--spread-minimum means nothing under this policy"),
+                          seen=config.allocation_policy,
                           remedy="set --shared-devices-allocation-policy=spread")  # fmt: skip
     if config.mps_active and config.mig_strategy == "mixed":
-        raise ConfigError("using --mig-strategy=mixed is not supported with MPS", remedy="choose one of the two")
+        raise ConfigError(
+            at("mps", "using --mig-strategy=mixed is not supported with MPS"), remedy="choose one of the two"
+        )
     if config.mps_active and not config.mps_root:
-        raise ConfigError("using MPS requires --mps-root to be specified")
-    _choice("invalid --device-discovery-strategy option", config.discovery, "auto", "nvml", "tegra")
-    _choice("unknown MIG strategy", config.mig_strategy, "none", "single", "mixed", "as-is")
+        raise ConfigError(at("mps", "using MPS requires --mps-root to be specified"))
+    _choice(at("discovery", "invalid --device-discovery-strategy option"), config.discovery, "auto", "nvml", "tegra")
+    _choice(at("mig_strategy", "unknown MIG strategy"), config.mig_strategy, "none", "single", "mixed", "as-is")
     if config.imex_channel_ids not in ((), (0,)):
-        raise ConfigError("invalid IMEX channel IDs: invalid IMEX config: channelIDs must be [] or [0]; found",
-                          seen=list(config.imex_channel_ids))  # fmt: skip
+        raise ConfigError(at("imex_channel_ids", "invalid IMEX channel IDs: invalid IMEX config: channelIDs must be "
+                             "[] or [0]; found"), seen=list(config.imex_channel_ids))  # fmt: skip
     for item in config.device_filter:
         key, equals, value = item.removeprefix("!").partition("=")
         if key not in ("uuid", "index", "pci", "model") or not equals or not value:
-            raise ConfigError("invalid --device-filter option", seen=item, wanted="uuid=, index=, pci= or model=")
-    _choice("invalid --health-profile option", config.health_profile, "default", "catalogue")
+            raise ConfigError(at("device_filter", "invalid --device-filter option"), seen=item,
+                              wanted="uuid=, index=, pci= or model=")  # fmt: skip
+    _choice(at("health_profile", "invalid --health-profile option"), config.health_profile, "default", "catalogue")
     _choice("invalid --log-format option", config.log_format, "text", "json")
     _choice("invalid --log-level option", config.log_level, "debug", "info", "warning", "error")
     name = config.device_list_envvar
     if not name or not name.isascii() or not name.replace("_", "a").isalnum() or name[0].isdigit():
-        raise ConfigError("invalid --device-list-envvar option", seen=repr(name), wanted="a variable's name")
+        raise ConfigError(at("device_list_envvar", "invalid --device-list-envvar option"), seen=repr(name),
+                          wanted="a variable's name")  # fmt: skip
     return config
 
 

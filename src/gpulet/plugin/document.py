@@ -6,7 +6,8 @@ others; those inside a sharing section match as they are written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,26 @@ from gpulet.errors import ConfigError
 
 ITEM_KEYS = {"name", "replicas", "rename", "devices"}
 SHARING_KEYS = {"renameByDefault", "failRequestsGreaterThanOne", "resources"}
+
+
+Keys = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value stands in the config file; its text is what a refusal begins with. find: the line of a path."""
+
+    file: str
+    find: Callable[[Keys], int]
+    keys: Keys = ()
+
+    def at(self, *keys: str | int) -> Place:
+        """The place further in: a map's key, a list's number."""
+        return replace(self, keys=self.keys + keys)
+
+    def __str__(self) -> str:
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.keys)
+        return f"config file {self.file}, line {self.find(self.keys)}: {path.removeprefix('.')}"
 
 
 def get(place: Mapping[str, Any], name: str) -> Any:
@@ -28,13 +49,13 @@ def has(place: Mapping[str, Any], name: str) -> bool:
     return any(key.lower() == name.lower() for key in place)
 
 
-def section(place: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The map under a struct's key, empty without one. Raises ConfigError."""
+def section(place: Mapping[str, Any], name: str, where: Place | None = None) -> dict[str, Any]:
+    """The map under a struct's key, empty without one. where: the place of the key. Raises ConfigError."""
     value = get(place, name)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(name, seen=repr(value), wanted="a map")
+        raise ConfigError(str(where or name), seen=repr(value), wanted="a map")
     return value
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpulet.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gpulet.plugin.document import Place
     from gpulet.plugin.resources import Device
 
 PREFIX = "nvidia.com/"
@@ -38,12 +39,19 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """One entry of sharing.*.resources. devices: "all", a count, or GPU indices, MIG indices and UUIDs as text."""
+    """One entry of sharing.*.resources. devices: "all", a count, or GPU indices, MIG indices and UUIDs as text;
+    where: its place in the config file, for people."""
 
     name: str
     replicas: int
     rename: str = ""
     devices: str | int | tuple[str, ...] = "all"
+    where: str = field(default="", compare=False, repr=False)
+
+    @property
+    def title(self) -> str:
+        """What a refusal of this entry begins with."""
+        return f"{self.where or 'sharing'} of {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +67,31 @@ class Sharing:
         return any(item.replicas > 1 for item in self.resources)
 
 
-def resource_name(text: str) -> str:
-    """A resource's full name, `nvidia.com/` put before it where missing. Raises ConfigError."""
+def resource_name(text: str, where: str = "") -> str:
+    """A resource's full name, `nvidia.com/` put before it where missing. where: what a ConfigError begins with."""
+    where = where and f"{where}: "
     full = text if text.startswith(PREFIX) else PREFIX + text
     if len(full) > 63:
-        raise ConfigError("fully-qualified resource name must be 63 characters or less", seen=full)
+        raise ConfigError(f"{where}fully-qualified resource name must be 63 characters or less", seen=full)
     if not _SUBDOMAIN.fullmatch(full.removeprefix(PREFIX)):
-        raise ConfigError("incorrect format for resource name", seen=repr(text), wanted="a lower-case DNS subdomain")
+        raise ConfigError(f"{where}incorrect format for resource name", seen=repr(text),
+                          wanted="a lower-case DNS subdomain")  # fmt: skip
     return full
 
 
-def read_patterns(value: Any, where: str) -> tuple[Pattern, ...]:
+def read_patterns(value: Any, where: Place) -> tuple[Pattern, ...]:
     """resources.gpus or resources.mig: a list of {pattern, name}. Raises ConfigError."""
     patterns = []
-    for entry in _list(value or [], where):
+    for number, entry in enumerate(_list(value or [], where)):
+        place = where.at(number)
         for key in ("pattern", "name"):
             if not isinstance(entry, dict) or not entry.get(key):
-                raise ConfigError(f"resources must have a '{key}' field set", seen=repr(entry), remedy=f"see {where}")
-        patterns.append(Pattern(_text(entry["pattern"]), resource_name(_text(entry["name"]))))
+                raise ConfigError(f"{place}: resources must have a '{key}' field set", seen=repr(entry))
+        patterns.append(Pattern(_text(entry["pattern"]), resource_name(_text(entry["name"]), str(place.at("name")))))
     return tuple(patterns)
 
 
-def read_sharing(value: Any, where: str, *, fail_above_one: bool) -> Sharing:
+def read_sharing(value: Any, where: Place, *, fail_above_one: bool) -> Sharing:
     """A sharing section. Raises ConfigError naming the key."""
     entries = value.get("resources") if isinstance(value, dict) else None
     if not entries:
@@ -89,14 +100,14 @@ def read_sharing(value: Any, where: str, *, fail_above_one: bool) -> Sharing:
     fail = value.get("failRequestsGreaterThanOne")
     for key, flag in (("renameByDefault", rename), ("failRequestsGreaterThanOne", fail)):
         if not isinstance(flag, bool | None):
-            raise ConfigError(f"{where}.{key}", seen=repr(flag), wanted="true or false")
+            raise ConfigError(str(where.at(key)), seen=repr(flag), wanted="true or false")
     items = tuple(
-        _shared(entry, f"{where}.resources[{number}]", bool(rename))
-        for number, entry in enumerate(_list(entries, f"{where}.resources"))
+        _shared(entry, where.at("resources", number), bool(rename))
+        for number, entry in enumerate(_list(entries, where.at("resources")))
     )
     twice = {item.name for item in items if [other.name for other in items].count(item.name) > 1}
     if twice:
-        raise ConfigError(f"{where}.resources names a resource twice", seen=", ".join(sorted(twice)))
+        raise ConfigError(f"{where.at('resources')} names a resource twice", seen=", ".join(sorted(twice)))
     return Sharing(items, fail_above_one if fail is None else fail)
 
 
@@ -105,29 +116,30 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _list(value: Any, where: str) -> list[Any]:
+def _list(value: Any, where: Place) -> list[Any]:
     if not isinstance(value, list):
-        raise ConfigError(where, seen=repr(value), wanted="a list")
+        raise ConfigError(str(where), seen=repr(value), wanted="a list")
     return value
 
 
-def _shared(entry: Any, where: str, rename_by_default: bool) -> Shared:
+def _shared(entry: Any, where: Place, rename_by_default: bool) -> Shared:
     if not isinstance(entry, dict) or not entry.get("name"):
         raise ConfigError(f"{where}: no resource name specified")
-    name = resource_name(_text(entry["name"]))
-    devices = _devices(entry.get("devices", "all"), where)
+    name = resource_name(_text(entry["name"]), str(where.at("name")))
+    devices = _devices(entry.get("devices", "all"), where.at("devices"))
     if entry.get("replicas") is None:
         raise ConfigError(f"{where}: no replicas specified")
     replicas = entry["replicas"]
     if isinstance(replicas, float) and replicas.is_integer():
         replicas = int(replicas)
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 2:
-        raise ConfigError(f"{where}: number of replicas must be >= 2", seen=repr(entry["replicas"]))
+        raise ConfigError(f"{where.at('replicas')}: number of replicas must be >= 2", seen=repr(entry["replicas"]))
     rename = entry.get("rename") or (f"{name}.shared" if rename_by_default else "")
-    return Shared(name, replicas, resource_name(_text(rename)) if rename else "", devices)
+    new_name = resource_name(_text(rename), str(where.at("rename"))) if rename else ""
+    return Shared(name, replicas, new_name, devices, str(where))
 
 
-def _devices(value: Any, where: str) -> str | int | tuple[str, ...]:
+def _devices(value: Any, where: Place) -> str | int | tuple[str, ...]:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, str):
@@ -172,7 +184,7 @@ def replicate(
         chosen, missing = _chosen(devices, item, absent)
         problems += [f"{target}: {text}" for text in missing]
         if len(result.get(target, ())) + len(chosen) * item.replicas > MOST_DEVICES:
-            raise ConfigError(f"sharing of {item.name}: {len(chosen)} devices with {item.replicas} replicas each",
+            raise ConfigError(f"{item.title}: {len(chosen)} devices with {item.replicas} replicas each",
                               wanted=f"{MOST_DEVICES} in all, the longest list that a kubelet takes",
                               remedy="lower the replicas")  # fmt: skip
         kept = [device for device in devices if device.id not in chosen]
@@ -196,13 +208,13 @@ def _chosen(devices: list[Device], item: Shared, absent: Callable[[str], str]) -
         problem = f"requested {item.devices} devices to be replicated, but only {len(devices)} devices available"
         few = item.devices > len(devices)
         if few and not absent("*"):
-            raise ConfigError(problem, remedy=f"correct sharing of {item.name}")
+            raise ConfigError(f"{item.title}: {problem}")
         return {device.id for device in devices[: item.devices]}, [f"{problem}: {absent('*')}"] if few else []
     known = {key: device.id for device in devices for key in (device.id, device.index)}
     away = {ref: absent(ref) for ref in item.devices if ref not in known}
     for ref, why in away.items():
         if not why:
-            raise ConfigError(f"sharing of {item.name}: no matching device", seen=ref,
+            raise ConfigError(f"{item.title}: no matching device", seen=ref,
                               wanted="an index or UUID on this node")  # fmt: skip
     return {known[ref] for ref in item.devices if ref in known}, [
         f"device {ref} can't be shared: {why}" for ref, why in away.items()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import yaml
 
 from gpulet.errors import ConfigError
 from gpulet.plugin import files
-from gpulet.plugin.document import get
+from gpulet.plugin.document import Keys, Place, get
 
 DEEPEST, MOST = 30, 20_000  # levels; values, aliases counted in full: a file of a few lines can stand for billions
 _TAG = "tag:yaml.org,2002:"
@@ -40,11 +41,14 @@ for _kind, _pattern, _first in (
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"(?:{_pattern})$"), list(_first))
 
 
-def read(path: str) -> dict[str, Any]:
-    """The file's map, empty for an empty file. Raises ConfigError."""
+def read(path: str) -> tuple[dict[str, Any], Place]:
+    """The file's map, empty for an empty file, and its place, which knows the line of each key. Raises ConfigError."""
     try:
-        document = next(iter(yaml.load_all(files.read(path), _Loader)), None)
-        document = _plain(document, DEEPEST, iter(range(MOST)))
+        loader = _Loader(files.read(path))
+        node = loader.get_node() if loader.check_node() else None
+        place = Place(path, partial(_line, node))
+        document = loader.construct_document(node) if node else None
+        document = _plain(document, place, iter(range(MOST)))
     except OSError as error:
         raise ConfigError(f"config file {path} can't be read", seen=error.strerror) from error
     except RecursionError as error:
@@ -52,26 +56,45 @@ def read(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: text that is no UTF-8, a tagged value that is none
         raise ConfigError(f"config file {path} is no YAML", seen=error) from error
     if document is None:
-        return {}
+        return {}, place
     if not isinstance(document, dict):
         raise ConfigError(f"config file {path}", seen=type(document).__name__, wanted="a map with version, flags, ...")
     version = get(document, "version")
     if version not in (None, "", "v1"):
-        raise ConfigError("unknown version", seen=version, wanted="v1", remedy=f"change it in {path}")
-    return document
+        raise ConfigError(f"{place.at('version')}: unknown version", seen=version, wanted="v1")
+    return document, place
 
 
-def _plain(value: Any, levels: int, budget: Iterable[int]) -> Any:
-    """The value with text as keys, as JSON has it. Raises ValueError for what JSON has no form for."""
-    if levels == 0 or next(iter(budget), None) is None:
+def _line(node: yaml.Node | None, keys: Keys) -> int:
+    """The line, from 1, of what is at these keys, or of the nearest around it that is there. A map's last entry counts
+    where there are several, and after the very key one that differs in case, as for `get`."""
+    line = node.start_mark.line if node else 0
+    for key in keys:
+        if isinstance(node, yaml.MappingNode):
+            rows = [row for row in reversed(node.value) if str(row[0].value).lower() == str(key).lower()]
+            rows.sort(key=lambda row: row[0].value != key)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int):
+            rows = [(item, item) for item in node.value[key : key + 1]]
+        else:
+            break
+        if not rows:
+            break
+        line, node = rows[0][0].start_mark.line, rows[0][1]
+    return line + 1
+
+
+def _plain(value: Any, place: Place, budget: Iterable[int]) -> Any:
+    """The value with text as keys, as JSON has it. Raises ValueError for a document that is too large, ConfigError for
+    a value that JSON has no form for."""
+    if len(place.keys) >= DEEPEST or next(iter(budget), None) is None:
         raise ValueError(f"nested more than {DEEPEST} levels, or more than {MOST} values")
     if isinstance(value, dict):
-        return {_key(key): _plain(item, levels - 1, budget) for key, item in value.items()}
+        return {_key(key): _plain(item, place.at(_key(key)), budget) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item, levels - 1, budget) for item in value]
+        return [_plain(item, place.at(number), budget) for number, item in enumerate(value)]
     if value is None or isinstance(value, str | int | float):
         return value
-    raise ValueError(f"a {type(value).__name__} where text, a number, a list or a map is expected")
+    raise ConfigError(f"{place}: a {type(value).__name__} where text, a number, a list or a map is expected")
 
 
 def _key(key: object) -> str:
