@@ -135,7 +135,8 @@ class Wellness:
         try:
             self.health = self._memory.joined(before)
         except (OSError, ValueError) as error:
-            log.error("faults that the other plugin kept can't be read in %s: %s", self._memory.path, error)
+            path, kept = self._memory.path, self._put_aside(error)
+            log.error("faults that the other plugin kept can't be read in %s: %s%s", path, error, kept)
         self._unsaved = True
         if self.health != before:
             self._changed()
