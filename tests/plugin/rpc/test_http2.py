@@ -23,7 +23,8 @@ from hyperframe.frame import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulet.plugin.rpc.http2 import MOST_STREAMS, PREFACE, Http2, block
+from gpulet.plugin.rpc.headers import block
+from gpulet.plugin.rpc.http2 import MOST_STREAMS, PREFACE, Http2
 
 ASKED = [(":method", "POST"), (":path", "/x"), ("content-type", "application/grpc")]
 HELLO = PREFACE + SettingsFrame(0).serialize()

@@ -3,6 +3,7 @@
 Why no gRPC library serves here: "The transport" in docs/architecture.md.
 
     framing     messages and statuses as gRPC writes them
+    headers     headers, compressed
     http2       the server's side of HTTP/2: bytes in, bytes out
     connection  gRPC on it: one client's connection to our service
     listener    the socket, its connections and the one thread that serves them

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from gpulet.plugin.rpc.framing import CONTENT_TYPE, MOST_BYTES, CallFailed, framed, single, status
-from gpulet.plugin.rpc.http2 import Http2, block
+from gpulet.plugin.rpc.headers import block
+from gpulet.plugin.rpc.http2 import Http2
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import struct
 from urllib.parse import unquote
 
 from gpulet.errors import GpuletError
-from gpulet.plugin.rpc.http2 import Headers
+from gpulet.plugin.rpc.headers import Headers
 
 MOST_BYTES = 4 << 20  # of one message; what gRPC's own libraries take unless told otherwise
 MOST_DETAILS = 4096  # bytes of an encoded status message: it travels as a header, and clients take 8 to 16 KiB of those

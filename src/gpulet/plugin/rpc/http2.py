@@ -1,17 +1,15 @@
 """The server's side of an HTTP/2 connection (RFC 9113), without its socket: bytes in, bytes out.
 
-Frames are read by hyperframe and headers compressed by hpack, the two libraries that h2 is made of. What h2 adds, each
-rule of the protocol for either side, takes longer for one call than everything else about it; the part of it that a
-server for clients on the same machine needs is here: which streams are open, how much each may be sent, and when a
+Frames are read by hyperframe and headers, in headers.py, by hpack, the two libraries that h2 is made of. What h2 adds,
+each rule of the protocol for either side, takes longer for one call than everything else about it; the part of it that
+a server for clients on the same machine needs is here: which streams are open, how much each may be sent, and when a
 client has broken the rules. In the tests h2 is the client, and judges.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 
-from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 from hpack.exceptions import HPACKError
 from hyperframe.exceptions import HyperframeError
 from hyperframe.frame import (
@@ -27,7 +25,7 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
-Headers = list[tuple[bytes, bytes]]
+from gpulet.plugin.rpc.headers import Headers, Reader
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD = struct.Struct(">IBI")  # of a frame: 24 bits of length and 8 of type, flags, stream
@@ -50,14 +48,6 @@ class Broken(Exception):
     def __init__(self, text: str, code: int = PROTOCOL_ERROR) -> None:
         super().__init__(text)
         self.code = code
-
-
-def block(headers: Headers) -> bytes:
-    """Headers, compressed so that they are right in every connection: without the table of what went before, which is
-    given up in the first byte (RFC 7541, 4.2)."""
-    encoder = Encoder()
-    encoder.header_table_size = 0
-    return encoder.encode([NeverIndexedHeaderTuple(*header) for header in headers])
 
 
 class _Stream:
@@ -85,7 +75,7 @@ class Http2:
         self._read = b""  # the beginning of a frame
         self._written: list[bytes] = []
         self._begun = False
-        self._decoder = Decoder(max_header_list_size=MOST_READ)
+        self._reader = Reader(MOST_READ)
         self._streams: dict[int, _Stream] = {}
         self._highest = 0  # stream of the client's
         self._headers: tuple[HeadersFrame, bytearray] | None = None  # whose continuation must come next
@@ -246,7 +236,7 @@ class Http2:
             return
         self._headers = None
         try:  # always: the decoder has to see what later headers refer to
-            fields = list(self._decoder.decode(bytes(headers), raw=True))
+            fields = self._reader.read(bytes(headers))
         except HPACKError as error:
             raise Broken(str(error), COMPRESSION_ERROR) from error
         ends = "END_STREAM" in first.flags
@@ -257,7 +247,7 @@ class Http2:
         if ends:
             self._end(first.stream_id)
 
-    def _open(self, number: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    def _open(self, number: int, headers: Headers) -> None:
         if number % 2 == 0:
             raise Broken("a client's streams have odd numbers")
         self._highest = number
