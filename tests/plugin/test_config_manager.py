@@ -139,8 +139,8 @@ def test_a_process_that_a_hangup_would_end_gets_none_yet(files, monkeypatch):
     sent = []
     with contextlib.ExitStack() as stack:
         pids = []
-        for what in ("pass", "signal.signal(1, lambda *_: None)", "signal.signal(1, signal.SIG_IGN)"):
-            words = [*command[:2], command[2].format(what)]
+        for how in ("signal.SIG_DFL", "lambda *_: None", "signal.SIG_IGN"):  # nohup leaves another than the first
+            words = [*command[:2], command[2].format(f"signal.signal(1, {how})")]
             process = stack.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
             assert process.stdout.readline()
             pids.append(process.pid)

@@ -228,8 +228,12 @@ def test_killed_and_started_again(folder, kubelet, moment):
         kubelet.wait_for(GPU, 0)
         assert kubelet.resources()[GPU].capacity == 8
         assert "nvidia-gpu.sock" in os.listdir(folder)
+    before = len(kubelet.registrations)
     again = plugin.start_process(folder)
     try:
+        deadline = time.monotonic() + 10
+        while len(kubelet.registrations) == before and time.monotonic() < deadline:
+            time.sleep(0.01)  # what the killed one listed isn't the news that is waited for
         kubelet.wait_for(GPU, 8)
     finally:
         again.terminate()
