@@ -114,3 +114,15 @@ def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         said = subprocess.run([written["gpulet-container-cli"], "--version"], stdout=full, stderr=subprocess.PIPE)
     assert said.returncode == 1 and said.stderr.count(b"\n") == 1 and b"No space left" in said.stderr
+
+
+def test_nothing_beside_gpulet_takes_the_interpreters_own_place(tmp_path: Path) -> None:
+    """Where gpulet is installed other packages are too, and one may have a module of a name that Python knows."""
+    (tmp_path / "tomllib.py").write_text("raise SystemExit('taken over')\n")
+    text = launcher_text("gpulet.launch.container_cli")
+    source = repr(str(Path(__file__).parents[2] / "src"))
+    program = tmp_path / "program"
+    program.write_text(text.replace(source, f"{str(tmp_path)!r}, {source}").replace("run(", "import tomllib; run("))
+    program.chmod(0o755)
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    assert __version__ in said.stdout

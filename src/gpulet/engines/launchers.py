@@ -51,19 +51,18 @@ def _by_shell(commands: str) -> str:
 
 
 def launcher_text(module: str, interpreter: str = sys.executable, modules: tuple[Path, int] | None = None) -> str:
-    """The text of one launcher: isolated interpreter, gpulet's folder first, its libraries' folder last. modules: the
-    pack that the modules come out of (its path and its head's length)."""
+    """The text of one launcher: isolated interpreter, and after its own modules, gpulet's folder and its libraries'.
+    modules: the pack that the modules come out of (its path and its head's length)."""
     source = str(Path(gpulet.__file__).resolve().parent.parent)
     libraries = sysconfig.get_paths()["purelib"]
     return (
         f"{first_lines(interpreter, '-ISXutf8')}"
         "import marshal, posix, sys\n"  # all of them are built in; this text is compiled in every start, so it is short
-        f"sys.path[:0] = [{source!r}]\n"
-        f"sys.path += [{libraries!r}]\n"
+        f"sys.path += [{source!r}, {libraries!r}]\n"
         f"{_from_pack(*modules) if modules else ''}"
         "try: from gpulet.launch.start import run\n"
-        "except ImportError as error:\n"
-        f"    sys.exit(f'{{sys.argv[0]}}: gpulet is not in {{sys.path[0]}} any more: {{error}}; run: gpulet install')\n"
+        "except ImportError:\n"
+        f"    sys.exit(f'{{sys.argv[0]}}: gpulet is not in {{sys.path[-2]}} any more; run: gpulet install')\n"
         f"run({module!r})\n"
     )
 
