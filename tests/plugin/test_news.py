@@ -122,10 +122,12 @@ def test_mig_layouts(folder, kubelet):
     assert "no MIG devices configured" in empty
 
 
-def test_the_kubelet_is_told_again(folder, kubelet):
+def test_the_kubelet_is_told_again(folder, kubelet, caplog):
     told = Told()
+    caplog.set_level("INFO", "gpulet")
     with plugin.running(folder, lambda: facts(2), report=told):
         kubelet.wait_for(GPU, 2)
+        plugin.until(lambda: "Registered device plugin" in caplog.text)  # the list comes before the answer
         assert told.notices == []
         kubelet.restart()
         kubelet.wait_for(GPU, 2)
