@@ -14,23 +14,11 @@ import pytest
 from gpulet.errors import NvmlError
 from gpulet.node.gpu import Lost
 from gpulet.plugin.health import Answer, NvmlState, XidSeen
-from gpulet.sim.kubelet import AdmissionError, Kubelet
+from gpulet.sim.kubelet import AdmissionError
 from support import plugin_process as plugin
 from support.hand_made import facts, gpu, gpu_uuid, mig_gpu
 
 GPU = "nvidia.com/gpu"
-
-
-@pytest.fixture
-def folder():
-    with plugin.short_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def kubelet(folder):
-    with Kubelet(folder) as kubelet:
-        yield kubelet
 
 
 def hear(running, *events):

@@ -95,18 +95,6 @@ def test_identity_survives_a_change_of_mode_and_not_a_new_socket(tmp_path):
         assert identify(path) is None
 
 
-@pytest.fixture
-def folder():
-    with plugin.short_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def kubelet(folder):
-    with Kubelet(folder) as kubelet:
-        yield kubelet
-
-
 def test_register_list_allocate(folder, kubelet):
     with plugin.running(folder, lambda: facts(8)):
         status = kubelet.wait_for(GPU, 8)

@@ -12,25 +12,12 @@ from gpulet.plugin.config import Config
 from gpulet.plugin.events import Events
 from gpulet.plugin.holders import Holder
 from gpulet.plugin.news import News
-from gpulet.sim.kubelet import Kubelet
 from support import driver_tree
 from support import plugin_process as plugin
 from support.api_server import api_server
 from support.hand_made import facts, gpu, gpu_uuid, mig_gpu
 
 GPU = "nvidia.com/gpu"
-
-
-@pytest.fixture
-def folder():
-    with plugin.short_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def kubelet(folder):
-    with Kubelet(folder) as kubelet:
-        yield kubelet
 
 
 class Told:
