@@ -7,7 +7,6 @@ import errno
 import os
 import stat
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,29 +15,9 @@ from gpulet import linux
 from gpulet.errors import InjectionError, StepFailed
 from gpulet.injection import cgroup, cgroup_bpf
 from gpulet.injection.cgroup import Cgroup
-from support.cgroup_folders import attach, hierarchy, made, opened
+from support.cgroup_folders import attach, opened
 
-MINORS = (0, 1, 2)
 DENY = cgroup_bpf.instruction(cgroup_bpf.MOV_K, 0, value=0) + cgroup_bpf.instruction(cgroup_bpf.EXIT)
-
-
-@pytest.fixture
-def v1() -> Iterator[Path]:
-    yield from made(hierarchy("cgroup", "devices"))
-
-
-@pytest.fixture
-def v2() -> Iterator[Path]:
-    yield from made(hierarchy("cgroup2"))
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> list[Path]:
-    found = []
-    for minor in MINORS:
-        found.append(tmp_path / f"nvidia{minor}")
-        os.mknod(found[-1], stat.S_IFCHR | 0o666, os.makedev(195, minor))
-    return found
 
 
 def programs(folder: Path) -> tuple[int, tuple[int, ...]]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import stat
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,31 +12,13 @@ import pytest
 from gpulet.injection.cgroup import Cgroup
 from gpulet.injection.cgroup_access import _Unknown, decides, hierarchies, may_use
 from gpulet.injection.cgroup_bpf import EXIT, JNE_K, LDX_W, MOV_K, MOV_X, extend, instruction
-from support.cgroup_folders import attach, hierarchy, made, opened
+from support.cgroup_folders import attach, hierarchy, opened
 from support.real_container import Bundle, config
 
 DENY = instruction(MOV_K, 0, value=0) + instruction(EXIT)
 ALLOW = instruction(MOV_K, 0, value=1) + instruction(EXIT)
 RULES = [(195, 0), (195, 1), (195, 2)]
 ANSWERS = {"ENXIO": True, "open": True, "EPERM": False}
-
-
-@pytest.fixture
-def v1() -> Iterator[Path]:
-    yield from made(hierarchy("cgroup", "devices"))
-
-
-@pytest.fixture
-def v2() -> Iterator[Path]:
-    yield from made(hierarchy("cgroup2"))
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> list[Path]:
-    found = [tmp_path / f"nvidia{minor}" for _, minor in RULES]
-    for node, rule in zip(found, RULES, strict=True):
-        os.mknod(node, stat.S_IFCHR | 0o666, os.makedev(*rule))
-    return found
 
 
 def agrees(cgroup: Cgroup, nodes: list[Path]) -> list[bool]:

@@ -10,20 +10,13 @@ from typing import Any
 
 import pytest
 
-from support.containers import UID, config, pod
+from support.containers import CRIO, FORGED_SANDBOXES, UID, config, pod
 from support.driver_tree import uuid
 from support.machine import Machine
 
 V = "NVIDIA_VISIBLE_DEVICES"
 STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
 OTHER = {"path": "/bin/true", "args": ["true"]}
-CRIO = {
-    "io.kubernetes.cri-o.ContainerType": "container",
-    "io.kubernetes.container.name": "main",
-    "io.kubernetes.pod.uid": UID,
-    "io.kubernetes.pod.name": "two",
-    "io.kubernetes.pod.namespace": "default",
-}
 
 
 @pytest.fixture
@@ -107,14 +100,7 @@ def test_nor_in_a_pause_container(kubelet: Machine) -> None:
     assert kubelet.create(sandbox) == sandbox | {"hooks": {stage: [OTHER] for stage in STAGES}}
 
 
-@pytest.mark.parametrize(
-    "annotations",
-    [
-        CRIO | {"io.kubernetes.cri.container-type": "sandbox"},
-        CRIO | pod(kind="sandbox"),
-        pod() | {"io.kubernetes.cri-o.ContainerType": "sandbox"},
-    ],
-)
+@pytest.mark.parametrize("annotations", FORGED_SANDBOXES)
 def test_nor_in_one_that_calls_itself_so(kubelet: Machine, annotations: dict[str, str]) -> None:
     forged = hooked("/usr/bin/nvidia-container-runtime-hook", annotations=annotations)
     assert kubelet.create(forged) == forged | {"hooks": {stage: [OTHER] for stage in STAGES}}

@@ -14,7 +14,7 @@ from gpulet.errors import Refused, RequestError
 from gpulet.request.decide import decide, needs_ledger
 from gpulet.request.policy import Ledger, read_ledger
 from gpulet.settings import Settings
-from support.containers import GPUS, UID, container, pod
+from support.containers import CRIO, FORGED_SANDBOXES, GPUS, UID, container, pod
 
 V = "NVIDIA_VISIBLE_DEVICES"
 CHANNEL = b"/var/run/nvidia-container-devices/imex/3"
@@ -251,15 +251,6 @@ def test_other_devices_of_nvidias_are_no_indices_of_gpus(tmp_path: Path) -> None
     assert ledger(tmp_path, entry("tegra")).grants[0].devices == ("tegra",)
 
 
-CRIO = {
-    "io.kubernetes.cri-o.ContainerType": "container",
-    "io.kubernetes.container.name": "main",
-    "io.kubernetes.pod.uid": UID,
-    "io.kubernetes.pod.name": "two",
-    "io.kubernetes.pod.namespace": "default",
-}
-
-
 @pytest.mark.parametrize(
     "forged",
     [
@@ -278,14 +269,7 @@ def test_a_pod_that_speaks_as_the_engine_that_does_not_run_it(tmp_path: Path, fo
     assert decide(container(annotations=CRIO | pod()), settings, book).request.devices == (GPUS[0],)
 
 
-@pytest.mark.parametrize(
-    "annotations",
-    [
-        CRIO | {"io.kubernetes.cri.container-type": "sandbox"},
-        CRIO | pod(kind="sandbox"),
-        pod() | {"io.kubernetes.cri-o.ContainerType": "sandbox"},
-    ],
-)
+@pytest.mark.parametrize("annotations", FORGED_SANDBOXES)
 def test_nobody_makes_himself_a_pause_container(tmp_path: Path, annotations: dict[str, str]) -> None:
     one = container(f"{V}=all", annotations=annotations)
     assert needs_ledger(one, KUBELET)

@@ -23,6 +23,22 @@ def pod(name: str = "two", container: str = "main", uid: str = UID, kind: str = 
     }
 
 
+# The annotations that CRI-O writes.
+CRIO = {
+    "io.kubernetes.cri-o.ContainerType": "container",
+    "io.kubernetes.container.name": "main",
+    "io.kubernetes.pod.uid": UID,
+    "io.kubernetes.pod.name": "two",
+    "io.kubernetes.pod.namespace": "default",
+}
+# Those of a container with one more, of the other engine, that a Pod can set.
+FORGED_SANDBOXES = (
+    CRIO | {"io.kubernetes.cri.container-type": "sandbox"},
+    CRIO | pod(kind="sandbox"),
+    pod() | {"io.kubernetes.cri-o.ContainerType": "sandbox"},
+)
+
+
 def config(
     *env: str,
     mounts: tuple[str, ...] = (),
