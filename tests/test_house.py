@@ -22,7 +22,7 @@ LAYERS: dict[str, set[str]] = {
     "injection": {"node", "settings", "request"},
     "plugin": {"node", "settings", "request", "injection"},
     "launch": {"node", "settings", "request", "injection"},
-    "engines": {"node", "settings", "request", "injection"},
+    "engines": {"node", "settings", "request", "injection", "launch"},
     "doctor": {"node", "settings", "request", "injection"},
     "sim": {"node", "settings", "request", "injection", "plugin", "launch", "engines", "doctor"},
     "commands": {"node", "settings", "request", "injection", "plugin", "launch", "engines", "doctor", "sim"},

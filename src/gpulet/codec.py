@@ -162,21 +162,32 @@ def read_all(descriptor: int, expected: int = 4096, most: int = 1 << 62) -> byte
 
 def write_own(at: str, content: dict[str, Any]) -> None:
     """Puts JSON at a path, aside and renamed. What can't be kept, or what JSON would change, isn't, without a word."""
-    aside = f"{at}.{os.getpid()}"
     try:
         text = dumps(content)
-        if loads(text) != content:
-            return
-        make_folder(os.path.dirname(at) or ".")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # of no one else's making, be it a link
-        with open(os.open(aside, flags, 0o644), "wb") as file:
-            file.write(text)
-        os.rename(aside, at)
+        if loads(text) == content:
+            make_folder(os.path.dirname(at) or ".")
+            put(at, text)
     except (OSError, TypeError, ValueError):
+        pass
+
+
+def put(at: str, data: bytes, changed: int = 0) -> None:
+    """Puts a file at a path, aside and renamed; a failure leaves nothing. changed: its time of modification, ns; 0 for
+    now. Raises OSError."""
+    aside = f"{at}.{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # of no one else's making, be it a link
+    try:
+        with open(os.open(aside, flags, 0o644), "wb") as file:
+            file.write(data)
+        if changed:
+            os.utime(aside, ns=(changed, changed))
+        os.rename(aside, at)
+    except OSError:
         try:
             os.unlink(aside)
         except OSError:
             pass
+        raise
 
 
 def make_folder(path: str) -> None:

@@ -10,6 +10,7 @@ neither collecting garbage nor taking itself apart at the end.
 from __future__ import annotations
 
 import compileall
+import os
 import shlex
 import sys
 import sysconfig
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import gpulet
 from gpulet.engines import interpreters, pack
+from gpulet.launch import shortcut
+from gpulet.settings import DEFAULT_PATH
 
 # program -> (module, the peer's program that it stands in for)
 PROGRAMS = {
@@ -32,22 +35,48 @@ LASTING = {"gpulet-device-plugin": ("gpulet.plugin.entry", "nvidia-device-plugin
 # the peer's programs that one of ours is when it is called by their name
 COMPANIONS = {"mps-control-daemon": "gpulet-device-plugin", "config-manager": "gpulet-device-plugin"}
 
+SHELL = Path("/bin/sh")
+
 # Linux reads at most 256 bytes of a "#!" line, the newline included (BINPRM_BUF_SIZE, linux/binfmts.h)
 SHEBANG_LIMIT = 255
 
 
-def first_lines(interpreter: str, flags: str) -> str:
-    """The lines that start the interpreter: a #! line, or where its path doesn't fit one, a shell that becomes it."""
+def first_lines(interpreter: str, flags: str, before: str = "") -> str:
+    """The lines that start the interpreter: a #! line, or where its path doesn't fit one, a shell that becomes it.
+    before: what a shell is to do first."""
     shebang = f"#!{interpreter} {flags}"
-    if len(shebang.encode()) <= SHEBANG_LIMIT and not set(interpreter) & set(" \t\n'\""):
+    if not before and len(shebang.encode()) <= SHEBANG_LIMIT and not set(interpreter) & set(" \t\n'\""):
         return shebang + "\n"
-    return _by_shell(f'exec\' {shlex.quote(interpreter)} {flags} "$0" "$@"')
+    return _by_shell(f'{before}exec {shlex.quote(interpreter)} {flags} "$0" "$@"')
 
 
 def _by_shell(commands: str) -> str:
-    """Lines that are commands to the shell, and to Python, which reads the same file, a string. The first word of the
-    commands has a "'" after it."""
-    return f"#!/bin/sh\n'''{commands}\n' '''\n"
+    """Lines that are commands to the shell, the last of which doesn't return, and to Python, which reads the same file,
+    a string."""
+    return f"#!{SHELL}\n''':'\n{commands}\n'''\n"
+
+
+# Becomes the low-level runtime at once where launch/shortcut.py has kept which one, and `create` isn't among the words.
+# What dash and others have built in is all that is used: another program would take as long as Python.
+_SHORTCUT = f"""\
+gpulet_by=shortcut
+for gpulet_word; do case $gpulet_word in create | -*version*) gpulet_by=python ;; esac; done
+if [ $gpulet_by = shortcut ]; then
+  gpulet_home=${{XDG_CONFIG_HOME:-{os.path.dirname(os.path.dirname(DEFAULT_PATH))}}}
+  gpulet_config=${{GPULET_CONFIG:-${{NVIDIA_CTK_CONFIG_FILE_PATH:-$gpulet_home/nvidia-container-runtime/config.toml}}}}
+  gpulet_kept=${{gpulet_config%/*}}/.${{gpulet_config##*/}}{shortcut.SUFFIX}
+  if [ -O "$gpulet_kept" ] && [ -f "$gpulet_config" ] &&
+    ! [ "$gpulet_kept" -nt "$gpulet_config" ] && ! [ "$gpulet_config" -nt "$gpulet_kept" ] &&
+    {{ IFS= read -r gpulet_low && IFS= read -r gpulet_path; }} <"$gpulet_kept" &&
+    [ "$gpulet_path" = "$PATH" ] && [ -x "$gpulet_low" ]; then exec "$gpulet_low" "$@"; fi
+fi
+"""
+FAST_SHELLS = ("dash", "busybox")  # start in less than a millisecond; bash takes two
+
+
+def _shortcut(module: str) -> str:
+    """What a launcher's shell does before Python starts, "" where there is nothing, or no shell that is worth it."""
+    return _SHORTCUT if module == "gpulet.launch.runtime" and SHELL.resolve().name in FAST_SHELLS else ""
 
 
 def launcher_text(module: str, interpreter: str = sys.executable, modules: tuple[Path, int] | None = None) -> str:
@@ -56,7 +85,7 @@ def launcher_text(module: str, interpreter: str = sys.executable, modules: tuple
     source = str(Path(gpulet.__file__).resolve().parent.parent)
     libraries = sysconfig.get_paths()["purelib"]
     return (
-        f"{first_lines(interpreter, '-ISXutf8')}"
+        f"{first_lines(interpreter, '-ISXutf8', _shortcut(module))}"
         "import marshal, posix, sys\n"  # all of them are built in; this text is compiled in every start, so it is short
         f"sys.path += [{source!r}, {libraries!r}]\n"
         f"{_from_pack(*modules) if modules else ''}"
@@ -84,7 +113,7 @@ def _from_pack(path: Path, length: int) -> str:
 def lasting_text(module: str, interpreter: str = sys.executable) -> str:
     """The text for a program that lives long: isolated from the caller's environment, with `site`. A SIGHUP, which
     would end the interpreter while it starts, is ignored until the program heeds it: it reads its settings later."""
-    start = _by_shell(f'trap\' \'\' HUP\nexec {shlex.quote(interpreter)} -I "$0" "$@"')
+    start = _by_shell(f'trap \'\' HUP\nexec {shlex.quote(interpreter)} -I "$0" "$@"')
     return f"{start}import sys\nfrom {module} import main\nsys.exit(main())\n"
 
 

@@ -37,15 +37,13 @@ def write(folder: Path, standard: Mapping[str, str]) -> tuple[Path, int]:
     for name, path in sources.items():
         states[name] = path.stat()  # before it is read: what changes meanwhile is noticed later
         trees[name] = lean(ast.parse(path.read_bytes(), str(path)))
-    needs = {name: _needed(name, tree, trees) for name, tree in trees.items()}
     bodies: list[bytes] = []
     index: packed.Index = {}
     for name, path in sources.items():
         body = marshal.dumps(_compiled(trees[name], str(path)))
         found, offset = states[name], sum(map(len, bodies))
-        everything = tuple(_closure(name, needs))
-        package = path.name == "__init__.py"
-        index[name] = (offset, len(body), str(path), found.st_size, found.st_mtime_ns, package, everything)
+        package, needed = path.name == "__init__.py", tuple(_needed(name, trees[name], trees))
+        index[name] = (offset, len(body), str(path), found.st_size, found.st_mtime_ns, package, needed)
         bodies.append(body)
     in_c = {name: path for name, path in standard.items() if path.endswith(".so")}
     index |= {name: (-1, 0, path, 0, 0, False, ()) for name, path in in_c.items()}
@@ -137,7 +135,7 @@ def _needed(name: str, tree: ast.Module, known: dict[str, ast.Module]) -> list[s
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return [one for one in found if one in known]
+    return [one for one in dict.fromkeys(found) if one in known and one != name]
 
 
 def _at_once(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -148,17 +146,3 @@ def _at_once(tree: ast.Module) -> Iterator[ast.stmt]:
         yield node
         if isinstance(node, ast.If | ast.Try):
             todo += reversed(node.body)
-
-
-def _closure(name: str, needs: dict[str, list[str]]) -> Iterator[str]:
-    """Everything that a module needs before itself, each after what it needs."""
-    seen: dict[str, None] = {}
-
-    def visit(one: str, above: tuple[str, ...]) -> None:
-        for other in needs[one]:
-            if other not in seen and other not in above:
-                visit(other, (*above, one))
-                seen[other] = None
-
-    visit(name, (name,))
-    yield from (other for other in seen if other != name)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     # module -> (offset, -1 for a library in C; length; path of its source; size; time of change in ns; whether it is a
-    # package; the modules that it needs, in the order of making)
+    # package; the modules that it asks for as it is loaded, in order)
     Index = dict[str, tuple[int, int, str, int, int, bool, tuple[str, ...]]]
 
 
@@ -62,10 +62,13 @@ class Pack:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        for name in self.index[module.__name__][6]:
-            if name not in sys.modules and name in self.index and self._current(name):
-                self._make(name)
+        self._make_needed(module.__name__)
         self._fill(module)
+
+    def _make_needed(self, name: str) -> None:
+        for other in self.index[name][6]:
+            if other not in sys.modules and other in self.index and self._current(other):
+                self._make(other)
 
     def _make(self, name: str) -> None:
         """A module without the import machinery: nobody else is importing in this process yet."""
@@ -77,6 +80,7 @@ class Pack:
             module.__path__ = [self.index[name][2].rpartition("/")[0]]
         sys.modules[name] = module
         try:
+            self._make_needed(name)
             self._fill(module)
         except BaseException:
             del sys.modules[name]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 
-from gpulet import linux
+from gpulet import codec, linux
 from gpulet.errors import StepFailed
 
 TYPE_CHECKING = False
@@ -50,6 +50,7 @@ class Root:
             raise failed("open root file system", path, error) from error
         own = os.fstat(self.fd)
         self.owner = (own.st_uid, own.st_gid)
+        self._ours = self.owner == (os.geteuid(), os.getegid())
         self.done: list[str] = []
         self._folders: dict[str, int] = {"/": self.fd}
         self._spare: list[int] = []  # no longer looked up, yet needed to undo
@@ -144,8 +145,7 @@ class Root:
         fd = self.open_file(path)
         if fd is None:
             return None
-        with open(fd, "rb") as file:
-            data = file.read(LIMIT + 1)
+        data = _all_of(fd)
         if len(data) > LIMIT:
             raise StepFailed("read", path, reason=f"more than {LIMIT} bytes")
         return data
@@ -201,7 +201,7 @@ class Root:
 
     def _own(self, fd: int, mode: int) -> None:
         os.fchmod(fd, mode)  # whatever the umask was
-        if self.owner != (os.geteuid(), os.getegid()):
+        if not self._ours:
             os.fchown(fd, *self.owner)
 
     def split(self, path: str) -> tuple[int, str]:
@@ -244,9 +244,10 @@ class Root:
         """Puts a file at path, in one moment. Answers whether anything changed."""
         parent, name = self.split(path)
         before = self._before(parent, name)
-        if before == "file" and _content(parent, name) == data:
+        old = _content(parent, name) if before == "file" else b""
+        if before == "file" and old == data:
             return False
-        restore = self._restorer(parent, name, before)
+        restore = self._restorer(parent, name, before, old)
         self._swap_in(parent, name, path, lambda aside: self._make_file(parent, aside, data, mode))
         self.record(f"write {path}", restore)
         return True
@@ -320,7 +321,7 @@ class Root:
 
     def _make_link(self, parent: int, name: str, target: str) -> None:
         os.symlink(target, name, dir_fd=parent)
-        if self.owner != (os.geteuid(), os.getegid()):
+        if not self._ours:
             try:
                 os.chown(name, *self.owner, dir_fd=parent, follow_symlinks=False)
             except OSError:
@@ -329,9 +330,14 @@ class Root:
 
     def _make_file(self, parent: int, name: str, data: bytes, mode: int) -> None:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(name, flags, 0o600, dir_fd=parent), "wb") as file:
-            file.write(data)
-            self._own(file.fileno(), mode)
+        fd = os.open(name, flags, 0o600, dir_fd=parent)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            self._own(fd, mode)
+        finally:
+            os.close(fd)
 
     def _before(self, parent: int, name: str) -> str:
         try:
@@ -346,14 +352,14 @@ class Root:
             return "file"
         raise StepFailed("write", name, EEXIST, "a folder, device or pipe is there", "remove it from the image")
 
-    def _restorer(self, parent: int, name: str, before: str) -> Callable[[], None]:
-        """What puts the last name back as it is now."""
+    def _restorer(self, parent: int, name: str, before: str, old: bytes | None = None) -> Callable[[], None]:
+        """What puts the last name back as it is now. old: a file's content, where it was just read."""
         if before == "link":
             text = os.readlink(name, dir_fd=parent)
             return lambda: self._swap_in(parent, name, name, lambda aside: self._make_link(parent, aside, text))
         if before == "file":
             mode = stat.S_IMODE(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
-            data = _content(parent, name)
+            data = _content(parent, name) if old is None else old
             return lambda: self._swap_in(parent, name, name, lambda aside: self._make_file(parent, aside, data, mode))
         return lambda: os.unlink(name, dir_fd=parent)
 
@@ -367,5 +373,12 @@ def _link_text(parent: int, name: str) -> str | None:
 
 def _content(parent: int, name: str) -> bytes:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
-    with open(fd, "rb") as file:
-        return file.read(LIMIT + 1)
+    return _all_of(fd)
+
+
+def _all_of(fd: int) -> bytes:
+    """What an open file holds, one byte more than LIMIT at most; closes it."""
+    try:
+        return codec.read_all(fd, min(os.fstat(fd).st_size, LIMIT), LIMIT + 1)
+    finally:
+        os.close(fd)

@@ -238,17 +238,20 @@ def _write_conf(root: Root, folders: Sequence[str], first: str) -> None:
     """Tells a later ldconfig of the folders it wouldn't look at. The others stay out, since being listed here would
     move them before the image's own.
     """
-    if root.read(CONF) is None:
-        root.write(CONF, f"{INCLUDE}\n".encode())
-    listed = _searched(root)
+    text = root.read(CONF)
+    if text is None:
+        text = f"{INCLUDE}\n".encode()
+        root.write(CONF, text)
+    listed = _searched(root, text)
     missing = [folder for folder in folders if folder not in listed]
     for path, lines in ((COMPAT, [first] if first else []), (OURS, missing)):
         if lines or (root.exists(path) and (path == COMPAT or folders)):
             root.write(path, "".join(f"{line}\n" for line in lines).encode())
 
 
-def _searched(root: Root) -> set[str]:
-    """The folders that ldconfig looks at by itself: the system's, and those that the configuration names."""
+def _searched(root: Root, conf: bytes) -> set[str]:
+    """The folders that ldconfig looks at by itself: the system's, and those that the configuration names. conf: what
+    stands in its first file."""
     machine = os.uname().machine
     found = {"/lib", "/usr/lib"}
     if root.exists("/etc/debian_version"):
@@ -260,7 +263,8 @@ def _searched(root: Root) -> set[str]:
         path, files = todo.pop(), files + 1
         if path in (COMPAT, OURS):
             continue
-        text = (root.read(path) or b"")[:left].decode("utf-8", "surrogateescape")
+        data = conf if files == 1 else root.read(path) or b""
+        text = data[:left].decode("utf-8", "surrogateescape")
         left -= len(text)
         for line in text.splitlines():
             word, _, rest = line.partition("#")[0].strip().partition(" ")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from time import perf_counter
+from time import perf_counter, time
 
 from gpulet import settings as settings_file
 from gpulet.errors import GpuletError, RequestError
@@ -54,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error(f"internal error: {type(error).__name__}: {error}; please report it")
         _count_failure(call, settings, "error", began)
         return 1
+    if call.command != "create":
+        from gpulet.launch import shortcut
+
+        shortcut.keep(settings, low_level, time() - (perf_counter() - began))
     try:
         programs.become(low_level, arguments)
     except OSError as error:

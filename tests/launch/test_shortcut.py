@@ -1,0 +1,246 @@
+"""Commands other than `create` go to the low-level runtime without Python, as long as it is sure which one that is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulet.engines import launchers
+from gpulet.launch import shortcut
+from support.machine import Machine
+
+SHELLS = [shell for shell in ("dash", "busybox", "bash") if shutil.which(shell)]
+SETTLED = 2.1  # seconds until what was written counts as old
+OTHER = '#!/bin/sh\nprintf other > "$0.called"\n'
+
+
+class Shortcut:
+    """A machine whose gpulet-runtime has a shell, and whose Python can be told from it: its launcher's says so."""
+
+    def __init__(self, folder: Path, shell: str) -> None:
+        self.machine = Machine(folder)
+        program = self.machine.folder / "bin" / "gpulet-runtime"
+        text = launchers.launcher_text("gpulet.launch.runtime").replace(
+            "import marshal", f"open({str(folder / 'python')!r}, 'w').close()\nimport marshal"
+        )
+        real = shutil.which(shell)
+        if shell == "busybox":
+            real = str(folder / "sh")
+            os.symlink(shutil.which("busybox") or "", real)
+        program.write_text(text.replace("#!/bin/sh", f"#!{real}", 1))
+        self.kept = Path(shortcut.beside(str(self.machine.config_file)))
+
+    def by_python(self, *arguments: str, **env: str) -> bool:
+        """Runs gpulet-runtime, which must come to the low-level runtime; says whether Python was started for it."""
+        witness = self.machine.folder / "python"
+        witness.unlink(missing_ok=True)
+        done = self.machine.run("gpulet-runtime", *arguments, **env)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert self.machine.called("low") == list(arguments)
+        return witness.exists()
+
+
+@pytest.fixture(scope="module", params=SHELLS)
+def settled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shortcut:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launchers, "FAST_SHELLS", (Path("/bin/sh").resolve().name,))
+        made = Shortcut(tmp_path_factory.mktemp(request.param), request.param)
+    time.sleep(SETTLED)
+    return made
+
+
+@pytest.fixture
+def short(settled: Shortcut) -> Iterator[Shortcut]:
+    """One whose answer is kept."""
+    settled.by_python("state", "x")
+    assert not settled.by_python("state", "x")
+    yield settled
+
+
+def test_the_second_call_needs_no_python(settled: Shortcut) -> None:
+    settled.kept.unlink(missing_ok=True)
+    assert settled.by_python("state", "x")
+    assert not settled.by_python("state", "x")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--root", "/a b", "--log=/l", "--log-format", "json", "start", "id"),
+        ("exec", "id", "sh", "-c", "echo \"$HOME\" 'x' `y` \\ * ; exit 1"),
+        ("exec", "id", "", " ", "*", "$(touch x)", "--", "-n"),
+        ("kill", "--all", "id", "9"),
+        ("delete", "created"),
+        ("spec", "--create"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_every_word_arrives_as_it_is(short: Shortcut, words: tuple[str, ...]) -> None:
+    assert not short.by_python(*words)
+
+
+def test_bytes_that_are_no_text_arrive(short: Shortcut) -> None:
+    short.machine.run("gpulet-runtime", "exec", "id", os.fsdecode(b"\xff\xfe"))
+    assert (short.machine.folder / "bin" / "low.argv").read_bytes() == b"exec\nid\n\xff\xfe\n"
+
+
+@pytest.mark.parametrize("words", [("exec", "id", "create"), ("state", "create"), ("exec", "id", "ls", "--version")])
+def test_what_might_be_more_is_left_to_python(short: Shortcut, words: tuple[str, ...]) -> None:
+    assert short.by_python(*words)
+
+
+def test_create_still_edits(short: Shortcut) -> None:
+    short.machine.create({"ociVersion": "1.0.2", "root": {"path": "rootfs"}, "process": {"env": []}, "linux": {}})
+
+
+def test_the_environment_arrives_and_gains_nothing(short: Shortcut) -> None:
+    assert not short.by_python("state", "x", ONE="1", config="mine", path="mine", word="mine", low="mine", IFS=":")
+    said = (short.machine.folder / "bin" / "low.env").read_text().splitlines()
+    assert {"ONE=1", "config=mine", "path=mine", "word=mine", "low=mine"} <= set(said)
+    assert not [line for line in said if line.startswith("gpulet_")]
+
+
+def test_descriptors_arrive(short: Shortcut) -> None:
+    """As for `exec --preserve-fds`, of which a shell may use numbers from 10 on for itself."""
+    low = short.machine.low
+    before = low.read_text()
+    program = short.machine.folder / "bin" / "gpulet-runtime"
+    code = (
+        "import os, sys\nfor n in (3, 9, 10, 11): os.dup2(1, n, inheritable=True)\n"
+        "os.execv(sys.argv[1], [*sys.argv[1:], 'exec', '--preserve-fds', '9', 'id'])\n"
+    )
+    low.write_text("#!/bin/sh\nfor n in 3 9 10 11; do echo $n >/proc/self/fd/$n; done\n")
+    try:
+        env = {"PATH": os.environ["PATH"], "GPULET_CONFIG": str(short.machine.config_file)}
+        said = subprocess.run([sys.executable, "-c", code, program], env=env, stdout=subprocess.PIPE, check=True)
+        assert said.stdout.split() == [b"3", b"9", b"10", b"11"]
+    finally:
+        low.write_text(before)
+
+
+def test_status_and_signals_are_the_runtimes(short: Shortcut) -> None:
+    before = short.machine.low.read_text()
+    try:
+        for text, status in (("exit 7", 7), ("kill -9 $$", -9)):
+            short.machine.low.write_text(f"#!/bin/sh\n{text}\n")
+            assert short.machine.run("gpulet-runtime", "state", "x").returncode == status
+    finally:
+        short.machine.low.write_text(before)
+
+
+# -- when what is kept no longer counts
+
+
+def test_a_changed_configuration_counts_at_once(short: Shortcut) -> None:
+    machine = short.machine
+    other = machine.folder / "bin" / "other"
+    other.write_text(OTHER)
+    other.chmod(0o755)
+    before, times = machine.config_file.read_text(), machine.config_file.stat()
+    earlier = (times.st_atime_ns, times.st_mtime_ns - 10**12)
+    for change in ("written", "replaced by an older one"):
+        machine.config_file.write_text(before.replace(str(machine.low), str(other)))
+        if change != "written":
+            os.utime(machine.config_file, ns=earlier)
+        Path(f"{other}.called").unlink(missing_ok=True)
+        machine.run("gpulet-runtime", "state", "x")
+        assert Path(f"{other}.called").exists(), change
+    machine.config_file.write_text(before)
+    assert short.by_python("state", "x") and short.by_python("state", "x"), "too young to be sure of"
+    time.sleep(SETTLED)
+
+
+def test_a_configuration_that_is_gone(short: Shortcut) -> None:
+    away = short.machine.config_file.with_suffix(".away")
+    short.machine.config_file.rename(away)
+    try:
+        empty = short.machine.folder / "none"
+        done = short.machine.run("gpulet-runtime", "state", "x", PATH=str(empty))
+        assert done.returncode in (0, 1) and short.machine.called("low") is None  # the default's runc, or none
+    finally:
+        away.rename(short.machine.config_file)
+        time.sleep(SETTLED)  # a rename is a change
+
+
+def test_another_search_path_is_another_answer(short: Shortcut) -> None:
+    longer = f"{os.environ['PATH']}:/nowhere"
+    assert short.by_python("state", "x", PATH=longer)
+    assert not short.by_python("state", "x", PATH=longer)
+    assert short.by_python("state", "x")
+
+
+@pytest.mark.parametrize("search", ["relative:/usr/bin", "./bin", "/usr/bin\n/bin"])
+def test_an_answer_that_depends_on_the_caller_is_not_kept(short: Shortcut, search: str) -> None:
+    assert short.by_python("state", "x", PATH=search)
+    assert short.by_python("state", "x", PATH=search)
+
+
+def test_another_configuration_is_another_answer(short: Shortcut) -> None:
+    copy = short.machine.folder / "second.toml"
+    shutil.copy(short.machine.config_file, copy)
+    assert short.by_python("state", "x", GPULET_CONFIG=str(copy))
+    folder = short.machine.folder / "home" / "nvidia-container-runtime"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(short.machine.config_file, folder / "config.toml")
+    time.sleep(SETTLED)
+    for _ in range(2):
+        by_python = short.by_python("state", "x", GPULET_CONFIG="", XDG_CONFIG_HOME=str(folder.parent))
+    assert not by_python
+    assert shortcut.beside(str(folder / "config.toml")) in map(str, folder.iterdir())
+    shutil.rmtree(folder.parent)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+def test_what_another_user_keeps_does_not_count(short: Shortcut) -> None:
+    os.chown(short.kept, 65534, 65534)
+    assert short.by_python("state", "x")
+    short.kept.unlink()
+
+
+def test_a_runtime_that_is_gone_is_looked_for(short: Shortcut) -> None:
+    low = short.machine.low
+    away = low.rename(low.with_suffix(".away"))
+    try:
+        done = short.machine.run("gpulet-runtime", "state", "x")
+        assert done.returncode == 1 and str(low) in done.stderr
+    finally:
+        away.rename(low)
+
+
+@pytest.mark.parametrize("text", [b"", b"/bin/false", b"/bin/false\n", b"\n\n", b"\0\xff\n" * 3])
+def test_what_is_damaged_does_not_count(short: Shortcut, text: bytes) -> None:
+    changed = short.machine.config_file.stat().st_mtime_ns
+    short.kept.write_bytes(text)
+    os.utime(short.kept, ns=(changed, changed))
+    assert short.by_python("state", "x")
+    assert not short.by_python("state", "x"), "and is put right"
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_time(short: Shortcut) -> None:
+    short.kept.unlink()
+    short.kept.mkdir()
+    try:
+        assert short.by_python("state", "x")
+        assert not list(short.kept.parent.glob(f"{short.kept.name}.*"))
+    finally:
+        short.kept.rmdir()
+
+
+# -- where there is none
+
+
+def test_a_slow_shell_is_not_put_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "FAST_SHELLS", ())
+    assert "gpulet_low" not in launchers.launcher_text("gpulet.launch.runtime")
+
+
+def test_only_the_runtime_has_a_low_level_one() -> None:
+    modules = [module for module, _peer in launchers.PROGRAMS.values() if module != "gpulet.launch.runtime"]
+    assert modules and not any("gpulet_low" in launchers.launcher_text(module) for module in modules)
