@@ -214,6 +214,36 @@ def test_a_runtime_that_is_gone_is_looked_for(short: Shortcut) -> None:
         away.rename(low)
 
 
+def test_a_container_is_started_by_the_runtime_that_created_it(short: Shortcut) -> None:
+    """One that stands before the others in the configuration may be installed at any time."""
+    machine = short.machine
+    folders = [machine.folder / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    copy = machine.folder / "by-name.toml"
+    copy.write_text(machine.config_file.read_text().replace(f"'{machine.low}'", "'better', 'good'"))
+    env = {"PATH": f"{folders[0]}:{folders[1]}:{os.environ['PATH']}", "GPULET_CONFIG": str(copy)}
+
+    def called(*arguments: str) -> str:
+        for name in ("better", "good"):
+            (machine.folder / f"{name}.called").unlink(missing_ok=True)
+        assert machine.run("gpulet-runtime", *arguments, **env).returncode == 0
+        return " ".join(name for name in ("better", "good") if (machine.folder / f"{name}.called").exists())
+
+    def install(name: str, folder: Path) -> None:
+        (folder / name).write_text(f"#!/bin/sh\n: > {machine.folder / name}.called\n")
+        (folder / name).chmod(0o755)
+
+    install("good", folders[1])
+    time.sleep(SETTLED)
+    assert [called("state", "x") for _ in range(2)] == ["good", "good"]
+    install("better", folders[0])
+    assert called("state", "x") == "good", "it is the one that the containers there are have"
+    machine.make({"ociVersion": "1.0.2", "root": {"path": "rootfs"}, "process": {"env": []}, "linux": {}})
+    assert called("create", "--bundle", str(machine.bundle), "y") == "better"
+    assert called("start", "y") == "better"
+
+
 @pytest.mark.parametrize("text", [b"", b"/bin/false", b"/bin/false\n", b"\n\n", b"\0\xff\n" * 3])
 def test_what_is_damaged_does_not_count(short: Shortcut, text: bytes) -> None:
     changed = short.machine.config_file.stat().st_mtime_ns

@@ -214,3 +214,17 @@ def test_a_part_of_the_wrong_kind_is_named(broken: dict[str, object], says: str)
         Container.from_config(config() | broken)
     empty = {"annotations": {"a": None}, "hooks": None, "linux": {"devices": None}}
     assert Container.from_config(config() | empty).annotations == (("a", ""),)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    """A pipe would make the engine wait for ever."""
+    path = tmp_path / "config.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(BundleError, match="not a regular file"):
+        read_config(str(path))

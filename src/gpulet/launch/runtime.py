@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         call = calls.read(arguments)
         settings = _settings(call)
-        from gpulet.launch import programs
+        from gpulet.launch import programs, shortcut
 
         low_level = programs.low_level_runtime(settings.runtimes)
         if call.version:
@@ -54,11 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error(f"internal error: {type(error).__name__}: {error}; please report it")
         _count_failure(call, settings, "error", began)
         return 1
-    if call.command != "create":
-        from gpulet.launch import shortcut
-
-        shortcut.keep(settings, low_level, time() - (perf_counter() - began))
     try:
+        shortcut.keep(settings, low_level, time() - (perf_counter() - began))
         programs.become(low_level, arguments)
     except OSError as error:
         _log(call, settings).error(f"could not exec '{low_level}': {error.strerror}")

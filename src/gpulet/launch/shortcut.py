@@ -4,7 +4,8 @@ An engine runs gpulet-runtime five times and more in a container's life, and for
 low-level runtime: for that Python needs 6 ms to start. So on machines whose /bin/sh starts in less than one, the
 launcher is a shell script (engines/launchers.py) that reads what is kept here and becomes that runtime itself, where
 what is kept still counts: written by the same user, for this very PATH, and of the same time of modification as
-config.toml. Everything else, and every doubt, comes to Python, which answers as ever and keeps the answer anew.
+config.toml. Everything else, and every doubt, comes to Python, which answers as ever and keeps the answer anew; so
+does each `create`, since a runtime that is preferred may have been installed.
 """
 
 from __future__ import annotations

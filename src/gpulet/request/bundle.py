@@ -127,11 +127,7 @@ class State(Value):
 def read_config(path: str) -> dict[str, Any]:
     """The config.json at a path. Raises BundleError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            config = codec.loads(codec.read_all(descriptor, os.fstat(descriptor).st_size), first=True)
-        finally:
-            os.close(descriptor)
+        config = codec.loads(codec.read_file(path), first=True)
     except OSError as error:
         raise BundleError(f"config.json of the bundle {path}", seen=error.strerror, wanted="an OCI bundle") from None
     except ValueError as error:
