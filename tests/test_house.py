@@ -29,13 +29,26 @@ LAYERS: dict[str, set[str]] = {
 }
 
 # The standard library's modules that a launcher may have loaded when its `main` is about to run. Each was weighed:
-# what is not here costs milliseconds for every container. `python -IS` itself brings the first block.
+# what is not here costs milliseconds for every container. `python -IS` itself brings the first block; `os` brings the
+# second, of which some Pythons have loaded a part by then.
 INTERPRETER = set(
     subprocess.run(
         [sys.executable, "-IS", "-c", "import sys; print(*sys.modules)"], capture_output=True, text=True, check=True
     ).stdout.split()
 )
-OS = {"os", "os.path", "stat", "_stat", "posixpath", "genericpath", "_collections_abc", "errno", "__future__"}
+OS = {
+    "os",
+    "os.path",
+    "stat",
+    "_stat",
+    "posixpath",
+    "genericpath",
+    "_collections_abc",
+    "abc",
+    "_abc",
+    "errno",
+    "__future__",
+}
 ALLOWED = {
     "gpulet.launch.runtime": OS | {"_json", "time"},
     "gpulet.launch.hook": OS | {"_json", "time"},

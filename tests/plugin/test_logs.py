@@ -22,7 +22,7 @@ logs.start("json", "warning")
 for _ in range(100):
     logging.getLogger("asyncio").error("no descriptor\\nfor %s", _)
 warnings.warn("old")
-thread = threading.Thread(target=lambda: 1 // 0, name="worker")
+thread = threading.Thread(target=lambda: int("x"), name="worker")
 thread.start()
 thread.join()
 raise ValueError("a bug")
@@ -35,7 +35,7 @@ def test_everybody_speaks_in_one_form():
     assert [line["message"].partition("\n")[0] for line in lines] == [
         "no descriptor",
         "<string>:7: UserWarning: old",
-        "the thread worker ended by a bug: integer division or modulo by zero",
+        "the thread worker ended by a bug: invalid literal for int() with base 10: 'x'",
         "ended by a bug: a bug",
     ]
     assert "ValueError" in lines[-1]["error"]
