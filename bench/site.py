@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gpulet import linux
+from gpulet import mount_api
 from gpulet.engines.launchers import write_launchers
 from gpulet.errors import EngineError
 from gpulet.sim import node as simulated
@@ -84,8 +84,8 @@ class Site:
 
     def __init__(self, profile: str = "h100x8") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpb"))
-        linux.mount(
-            "gpulet-bench", str(self.folder), "tmpfs", linux.MS_NOSUID, "mode=755"
+        mount_api.mount(
+            "gpulet-bench", str(self.folder), "tmpfs", mount_api.MS_NOSUID, "mode=755"
         )  # a disk's moods aren't ours
         self.cgroup = f"gpulet-bench-{os.getpid()}"
         self._images = ImageStore(self.folder / "images")
@@ -108,7 +108,7 @@ class Site:
         self._clear()
 
     def _clear(self) -> None:
-        linux.umount2(str(self.folder), linux.MNT_DETACH)
+        mount_api.umount2(str(self.folder), mount_api.MNT_DETACH)
         self.folder.rmdir()
 
     def config(self, name: str, text: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpulet import linux
+from gpulet import linux, mount_api
 
 NAMES = ("a", "b", "c", "etc", "lib", "..", ".")
 
@@ -115,10 +115,10 @@ def test_the_walk_leaves_no_descriptor_open(forest: Path) -> None:
 
 def test_errors_name_the_object() -> None:
     with pytest.raises(FileNotFoundError) as caught:
-        linux.open_tree("/nowhere/at/all", 0)
+        mount_api.open_tree("/nowhere/at/all", 0)
     assert caught.value.filename == "/nowhere/at/all"
     with pytest.raises(OSError) as caught_too:
-        linux.umount2("/nowhere")
+        mount_api.umount2("/nowhere")
     assert caught_too.value.filename == "/nowhere"
 
 

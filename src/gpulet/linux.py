@@ -1,8 +1,8 @@
-"""The system calls that Python lacks, through libc. The only module that knows it.
+"""The system calls that Python lacks, through libc, which this module alone knows. Those about mounts: mount_api.py.
 
 Every call raises OSError with the kernel's errno and the name of the object concerned. libc is looked up by the first
 call, so a program of launch/ that needs none of these doesn't pay for it.
-Numbers and names are those of the kernel's headers: linux/openat2.h, linux/mount.h, linux/fcntl.h, linux/sched.h.
+Numbers and names are those of the kernel's headers: linux/openat2.h, linux/fcntl.h, linux/sched.h.
 """
 
 from __future__ import annotations
@@ -17,48 +17,16 @@ if TYPE_CHECKING:
 # linux/fcntl.h
 AT_FDCWD = -100
 AT_EMPTY_PATH = 0x1000
-AT_RECURSIVE = 0x8000
 # linux/openat2.h
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_IN_ROOT = 0x10
-# linux/mount.h
-MS_RDONLY = 0x1
-MS_NOSUID = 0x2
-MS_NODEV = 0x4
-MS_NOEXEC = 0x8
-MS_REMOUNT = 0x20
-MS_BIND = 0x1000
-MS_MOVE = 0x2000
-MS_REC = 0x4000
-MS_PRIVATE = 0x40000
-MS_SLAVE = 0x80000
-MNT_DETACH = 0x2
-UMOUNT_NOFOLLOW = 0x8
-OPEN_TREE_CLONE = 0x1
-OPEN_TREE_CLOEXEC = os.O_CLOEXEC
-MOVE_MOUNT_F_EMPTY_PATH = 0x4
-MOVE_MOUNT_T_EMPTY_PATH = 0x40
-FSOPEN_CLOEXEC = 0x1
-FSCONFIG_SET_STRING = 1
-FSCONFIG_CMD_CREATE = 6
-FSMOUNT_CLOEXEC = 0x1
-MOUNT_ATTR_RDONLY = 0x1
-MOUNT_ATTR_NOSUID = 0x2
-MOUNT_ATTR_NODEV = 0x4
-MOUNT_ATTR_NOEXEC = 0x8
 # linux/sched.h
 CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 # System calls that came after the architectures agreed on one table have one number everywhere.
-SYS_open_tree = 428
-SYS_move_mount = 429
-SYS_fsopen = 430
-SYS_fsconfig = 431
-SYS_fsmount = 432
 SYS_openat2 = 437
-SYS_mount_setattr = 442
 SYS_bpf = {"x86_64": 321, "aarch64": 280, "ppc64le": 361, "riscv64": 280, "s390x": 351}
 
 ELOOP, ENOSYS, EPERM, ENOTDIR, EXDEV, EAGAIN, EINVAL = 40, 38, 1, 20, 18, 11, 22
@@ -118,7 +86,8 @@ _loaded: list[_Libc] = []
 _UNUSED = (0,) * 6  # as many arguments as a system call has
 
 
-def _libc() -> _Libc:
+def libc() -> _Libc:
+    """libc, looked up once."""
     if not _loaded:
         _loaded.append(_Libc())
     return _loaded[0]
@@ -126,17 +95,16 @@ def _libc() -> _Libc:
 
 def syscall(number: int, *args: int | bytes | None, name: object = None) -> int:
     """A system call by number; bytes are passed as a pointer to them. name is for the error."""
-    return _libc().call("syscall", number, *args, *_UNUSED[len(args) :], name=name)
+    return libc().call("syscall", number, *args, *_UNUSED[len(args) :], name=name)
 
 
 class Space:
     """Memory that the kernel may write to, and whose address it can be told."""
 
     def __init__(self, size: int) -> None:
-        libc = _libc()
-        self._buffer: Any = (libc.simple("c") * max(size, 1))()
+        self._buffer: Any = (libc().simple("c") * max(size, 1))()
         self._size = size
-        self.address: int = libc.address(self._buffer)
+        self.address: int = libc().address(self._buffer)
 
     @classmethod
     def of(cls, data: bytes) -> Space:
@@ -255,82 +223,22 @@ def _lacks_openat2() -> bool:
     return False
 
 
-# -- mounts
-
-
-def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    """mount(2)."""
-    text = os.fsencode(data) if data else None
-    _libc().call("mount", os.fsencode(source), os.fsencode(target), os.fsencode(kind), flags, text, name=target)
-
-
-def umount2(target: str, flags: int = MNT_DETACH | UMOUNT_NOFOLLOW) -> None:
-    """umount2(2)."""
-    _libc().call("umount2", os.fsencode(target), flags, name=target)
-
-
-def detach(mounted: int, descriptors: int) -> None:
-    """Unmounts, lazily, the mount that a descriptor is the top of.
-
-    descriptors: /proc/self/fd, opened by this very process: after it joined another mount namespace, there may be
-    no /proc of ours to name the descriptor by.
-    """
-    here = os.open(".", os.O_PATH | os.O_CLOEXEC)
-    try:
-        os.fchdir(descriptors)
-        umount2(str(mounted), MNT_DETACH)
-    finally:
-        os.fchdir(here)
-        os.close(here)
-
-
-def open_tree(path: str, flags: int = OPEN_TREE_CLONE, dirfd: int = AT_FDCWD) -> int:
-    """open_tree(2): with OPEN_TREE_CLONE a detached bind mount of path, to be placed by move_mount."""
-    return syscall(SYS_open_tree, dirfd, os.fsencode(path), flags | OPEN_TREE_CLOEXEC, name=path)
-
-
-def move_mount(tree: int, target: int, name: str = "") -> None:
-    """move_mount(2) by two descriptors: the detached mount, and the file or folder that it shall cover."""
-    flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
-    syscall(SYS_move_mount, tree, b"", target, b"", flags, name=name)
-
-
-def mount_setattr(tree: int, attr_set: int, attr_clr: int = 0, propagation: int = 0, flags: int = 0) -> None:
-    """mount_setattr(2) on a mount's descriptor: MOUNT_ATTR_* to set and to clear, and MS_PRIVATE, MS_SLAVE or 0."""
-    attributes = struct.pack("=QQQQ", attr_set, attr_clr, propagation, 0)  # struct mount_attr
-    size = len(attributes)
-    syscall(SYS_mount_setattr, tree, b"", flags | AT_EMPTY_PATH, attributes, size, name="mount attributes")
-
-
-def new_file_system(kind: str, options: tuple[tuple[str, str], ...], attributes: int) -> int:
-    """A detached mount of a new file system (fsopen, fsconfig, fsmount)."""
-    context = syscall(SYS_fsopen, kind.encode(), FSOPEN_CLOEXEC, name=kind)
-    try:
-        for key, value in options:
-            text = f"{kind} {key}={value}"
-            syscall(SYS_fsconfig, context, FSCONFIG_SET_STRING, key.encode(), value.encode(), 0, name=text)
-        syscall(SYS_fsconfig, context, FSCONFIG_CMD_CREATE, None, None, 0, name=kind)
-        return syscall(SYS_fsmount, context, FSMOUNT_CLOEXEC, attributes, name=kind)
-    finally:
-        os.close(context)
-
-
 # -- namespaces
 
 
 def setns(fd: int, kind: int, name: str = "") -> None:
     """setns(2): joins the namespace that fd names (a file of /proc/PID/ns, or a pidfd)."""
-    _libc().call("setns", fd, kind, name=name)
+    libc().call("setns", fd, kind, name=name)
 
 
 def unshare(kinds: int) -> None:
     """unshare(2)."""
-    _libc().call("unshare", kinds, name="namespaces")
+    libc().call("unshare", kinds, name="namespaces")
 
 
 def pivot_root(new: str, old: str) -> None:
     """pivot_root(2)."""
-    _libc().call("pivot_root", os.fsencode(new), os.fsencode(old), name=new)
+    libc().call("pivot_root", os.fsencode(new), os.fsencode(old), name=new)
 
 
 # -- a process's own privileges
@@ -338,14 +246,14 @@ def pivot_root(new: str, old: str) -> None:
 
 def prctl(option: int, *values: int, name: str = "") -> int:
     """prctl(2), with the unused values as 0, which some options insist on."""
-    return _libc().call("prctl", option, *values, *[0] * (4 - len(values)), name=name or f"prctl {option}")
+    return libc().call("prctl", option, *values, *[0] * (4 - len(values)), name=name or f"prctl {option}")
 
 
 def lock(fd: int) -> bool:
     """An exclusive flock(2) on an open file or folder, without waiting: False where somebody else holds one. It lasts
     until the descriptor is closed, at the latest with this process."""
     try:
-        _libc().call("flock", fd, LOCK_EX | LOCK_NB, name="lock")
+        libc().call("flock", fd, LOCK_EX | LOCK_NB, name="lock")
     except BlockingIOError:
         return False
     return True
@@ -355,9 +263,9 @@ def capset(effective: int, permitted: int, inheritable: int) -> None:
     """capset(2) for this process (linux/capability.h, version 3). Each is a mask of capabilities, 1 << CAP_*."""
     halves = [mask >> shift & 0xFFFFFFFF for shift in (0, 32) for mask in (effective, permitted, inheritable)]
     header, data = struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", *halves)
-    _libc().call("capset", header, data, name="capabilities")
+    libc().call("capset", header, data, name="capabilities")
 
 
 def setrlimit(resource: int, most: int) -> None:
     """setrlimit(2): the soft and the hard limit. The module of that name is a file, out of reach after chroot."""
-    _libc().call("setrlimit", resource, struct.pack("=QQ", most, most), name="limit")
+    libc().call("setrlimit", resource, struct.pack("=QQ", most, most), name="limit")

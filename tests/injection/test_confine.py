@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulet import linux
+from gpulet import linux, mount_api
 from gpulet.errors import StepFailed
 from gpulet.injection import confine
 from gpulet.injection.live import in_child
@@ -75,8 +75,8 @@ def inside(image: Path, program: Callable[[], confine.Program], *arguments: str,
     def work() -> tuple[str, ...]:
         ready = program()
         linux.unshare(linux.CLONE_NEWNS)
-        linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
-        linux.mount(str(image), str(image), "", linux.MS_BIND | linux.MS_REC)
+        mount_api.mount("none", "/", "", mount_api.MS_REC | mount_api.MS_PRIVATE)
+        mount_api.mount(str(image), str(image), "", mount_api.MS_BIND | mount_api.MS_REC)
         root = os.open(image, os.O_PATH)
         owner = image.stat()
         said = confine.run(root, ready, arguments, (owner.st_uid, owner.st_gid), **more)  # type: ignore[arg-type]

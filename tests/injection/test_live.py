@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gpulet import mount_api
 from gpulet.errors import StepFailed
 from gpulet.injection import live
 from gpulet.injection.cgroup import Change
@@ -137,7 +138,7 @@ def test_an_old_kernel_is_told(host: Path, image: Path, monkeypatch: pytest.Monk
     def refuse(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(live.linux, "open_tree", refuse)
+    monkeypatch.setattr(mount_api, "open_tree", refuse)
     with namespaced(image) as pid, pytest.raises(StepFailed, match=r"needs Linux 5\.12"):
         live.apply(injection(host), pid, str(image), cgroups=False)
 

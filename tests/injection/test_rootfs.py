@@ -12,7 +12,7 @@ import pytest
 
 from gpulet import linux
 from gpulet.errors import StepFailed
-from gpulet.injection import rootfs
+from gpulet.injection import frozen, loader, rootfs
 from gpulet.injection.model import Mount, RootfsWork, SymLink
 from gpulet.node import ldcache
 from support.made_elf import I386, library
@@ -297,7 +297,7 @@ class TestHostile:
             (folder / f"{number}.conf").write_text(lines)
         (root / "etc/ld.so.conf").write_text("include /etc/ld.so.conf.d/*.conf\n" * 20_000)
         with rootfs.Root(str(root)) as held:
-            assert len(rootfs._searched(held, held.read(rootfs.CONF) or b"")) < 1 << 17
+            assert len(loader._searched(held, held.read(loader.CONF) or b"")) < 1 << 17
         prepare(root, host, "/opt/lib")
         assert ("libcuda.so.1", 0x0303) in cached(root)
 
@@ -311,7 +311,7 @@ class TestHostile:
             odd.symlink_to("/dev/zero")
         else:
             odd.mkdir()
-        assert rootfs.libraries_of([Mount(str(odd), f"{LIB}/libodd.so", kind="library")]) == []
+        assert loader.libraries_of([Mount(str(odd), f"{LIB}/libodd.so", kind="library")]) == []
 
     def test_links_in_circles(self, root: Path) -> None:
         (root / "a").symlink_to("b")
@@ -331,12 +331,12 @@ class TestOthers:
 
     def test_frozen_params(self, tmp_path: Path) -> None:
         (tmp_path / "driver/nvidia").mkdir(parents=True)
-        assert rootfs.frozen_params(str(tmp_path)) is None
+        assert frozen.params(str(tmp_path)) is None
         file = tmp_path / "driver/nvidia/params"
         file.write_text("DeviceFileMode: 438\nModifyDeviceFiles: 1\nX: 1\n")
-        assert rootfs.frozen_params(str(tmp_path)) == b"DeviceFileMode: 438\nModifyDeviceFiles: 0\nX: 1\n"
+        assert frozen.params(str(tmp_path)) == b"DeviceFileMode: 438\nModifyDeviceFiles: 0\nX: 1\n"
         file.write_text("ModifyDeviceFiles: 0\n")
-        assert rootfs.frozen_params(str(tmp_path)) is None
+        assert frozen.params(str(tmp_path)) is None
 
     def test_no_such_root(self) -> None:
         with pytest.raises(StepFailed, match="open root file system /nowhere"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulet.injection import rootfs
+from gpulet.injection import frozen
 from gpulet.injection.beneath import Root
 from gpulet.launch import cdi_hook
 from gpulet.node import ldcache
@@ -183,7 +183,7 @@ def test_freezing_covers_the_parameters_in_the_container_alone(tmp_path: Path) -
 
             linux.setns(pidfd, linux.CLONE_NEWNS)
             with Root(str(root)) as held:
-                rootfs.freeze(held, b"ModifyDeviceFiles: 0\n")
+                frozen.cover(held, b"ModifyDeviceFiles: 0\n")
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         os.close(pidfd)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpulet import settings as settings_file
-from gpulet.injection import rootfs
+from gpulet.injection import frozen
 from gpulet.injection.model import Hook, RootfsWork, SymLink
 from gpulet.launch import beside
 from gpulet.launch.beside import Laid
@@ -223,10 +223,10 @@ def test_the_hosts_mount_covers_a_file_of_the_containers_proc(tmp_path: Path, us
 def test_where_the_driver_makes_nodes_its_parameters_are_covered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
-    frozen = b"ModifyDeviceFiles: 0\n"
+    params = b"ModifyDeviceFiles: 0\n"
     machine = Machine(tmp_path)
     machine.configure(rest=f"[gpulet]\nstate-dir = '{tmp_path}/run'\n")
-    monkeypatch.setattr(rootfs, "frozen_params", lambda: frozen)
+    monkeypatch.setattr(frozen, "params", lambda: params)
     monkeypatch.setattr(beside, "mount_program", lambda: program)
     monkeypatch.setattr("sys.argv", [f"{tmp_path}/bin/gpulet-runtime"])
     settings = settings_file.load(str(machine.config_file), {})
@@ -235,7 +235,7 @@ def test_where_the_driver_makes_nodes_its_parameters_are_covered(
     target = f"{machine.bundle}/rootfs/proc/driver/nvidia/params"
     if program:
         assert [hook["args"][-1] for hook in hooks] == [target, target]
-        assert [thing.data for thing in plan.laid] == [frozen]
+        assert [thing.data for thing in plan.laid] == [params]
         assert hooks[0]["args"][-2] == plan.laid[0].path
     else:
         assert [hook["args"] for hook in hooks] == [["gpulet-cdi-hook", "disable-device-node-modification"]]

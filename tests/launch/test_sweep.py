@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulet import linux
+from gpulet import linux, mount_api
 from gpulet.launch import beside, sweep
 from gpulet.launch.beside import Laid
 
@@ -99,9 +99,9 @@ def test_what_a_container_has_mounted_stays_whole(tmp_path: Path) -> None:
     if not pid:
         try:
             linux.unshare(linux.CLONE_NEWNS)
-            linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
-            linux.mount(str(links), str(place), "", linux.MS_BIND)
-            linux.mount(str(file), str(on), "", linux.MS_BIND)
+            mount_api.mount("none", "/", "", mount_api.MS_REC | mount_api.MS_PRIVATE)
+            mount_api.mount(str(links), str(place), "", mount_api.MS_BIND)
+            mount_api.mount(str(file), str(on), "", mount_api.MS_BIND)
             os.write(tell, b".")
             os.read(asked, 1)
             os._exit(0 if (names(place), on.read_bytes()) == (["pci-0", "pci-1"], b"data") else 1)

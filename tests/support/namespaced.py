@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpulet import linux
+from gpulet import linux, mount_api
 
 
 @contextmanager
@@ -30,10 +30,10 @@ def namespaced(root: Path, *, user: bool = False, proc: Path | None = None) -> I
                 os.setresgid(0, 0, 0)
                 os.setresuid(0, 0, 0)
             linux.unshare(linux.CLONE_NEWNS)
-            linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
-            linux.mount(str(root), str(root), "", linux.MS_BIND | linux.MS_REC)
+            mount_api.mount("none", "/", "", mount_api.MS_REC | mount_api.MS_PRIVATE)
+            mount_api.mount(str(root), str(root), "", mount_api.MS_BIND | mount_api.MS_REC)
             if proc is not None:
-                linux.mount(str(proc), f"{root}/proc", "", linux.MS_BIND)
+                mount_api.mount(str(proc), f"{root}/proc", "", mount_api.MS_BIND)
             os.write(tell, b".")
             signal.pause()
         finally:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import struct
 
-from gpulet import linux
+from gpulet import linux, mount_api
 from gpulet.errors import StepFailed
 
 TYPE_CHECKING = False
@@ -28,7 +28,7 @@ EPERM, ENOENT, EINVAL = 1, 2, 22
 # have caches beyond the 1 MiB that NVIDIA's program allows.
 LIMITS = ((0, 10), (9, 2 << 30), (7, 64), (1, 16 << 20))
 MOST_OUTPUT = 64 << 10
-HIDING = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+HIDING = mount_api.MS_NOSUID | mount_api.MS_NODEV | mount_api.MS_NOEXEC
 
 # Work on files, memory and the process itself. name: number on x86_64, on aarch64; -1 where there is no such call.
 _CALLS = {
@@ -147,16 +147,16 @@ def _supervise(
 
 def _enter(pivot: bool) -> None:
     """Makes the working folder the root, with no way back to the one before."""
-    linux.mount("", "/", "", linux.MS_REC | linux.MS_PRIVATE)
-    tree = linux.open_tree(".", linux.OPEN_TREE_CLONE | linux.AT_RECURSIVE)
+    mount_api.mount("", "/", "", mount_api.MS_REC | mount_api.MS_PRIVATE)
+    tree = mount_api.open_tree(".", mount_api.OPEN_TREE_CLONE | mount_api.AT_RECURSIVE)
     here = os.open(".", os.O_PATH)
-    linux.move_mount(tree, here, "root")
+    mount_api.move_mount(tree, here, "root")
     os.fchdir(tree)
     if pivot:
         linux.pivot_root(".", ".")
-        linux.umount2(".", linux.MNT_DETACH)
+        mount_api.umount2(".", mount_api.MNT_DETACH)
     else:
-        linux.mount(".", "/", "", linux.MS_MOVE)
+        mount_api.mount(".", "/", "", mount_api.MS_MOVE)
     os.chroot(".")
     os.chdir("/")
 
@@ -165,7 +165,7 @@ def _hide(shows_proc: bool) -> None:
     """Covers what isn't the image's. A program given by descriptor may be a script, which needs /dev/fd."""
     if shows_proc:
         try:
-            linux.mount("proc", "/proc", "proc", linux.MS_RDONLY | HIDING)
+            mount_api.mount("proc", "/proc", "proc", mount_api.MS_RDONLY | HIDING)
         except OSError as error:
             # In a user namespace that doesn't see the whole of /proc no other may be mounted: then none is shown.
             shows_proc = False
@@ -173,12 +173,12 @@ def _hide(shows_proc: bool) -> None:
                 raise
     for folder in ("/sys", "/dev") if shows_proc else ("/proc", "/sys", "/dev"):
         try:
-            linux.mount("tmpfs", folder, "tmpfs", HIDING, "size=16k,mode=0755")
+            mount_api.mount("tmpfs", folder, "tmpfs", HIDING, "size=16k,mode=0755")
         except FileNotFoundError:
             continue  # the image has no such folder
         if folder == "/dev" and shows_proc:
             os.symlink("/proc/self/fd", "/dev/fd")
-        linux.mount("", folder, "", linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | HIDING)
+        mount_api.mount("", folder, "", mount_api.MS_REMOUNT | mount_api.MS_BIND | mount_api.MS_RDONLY | HIDING)
 
 
 def _limit() -> None:

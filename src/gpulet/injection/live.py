@@ -10,37 +10,24 @@ from __future__ import annotations
 import os
 import stat
 
-from gpulet import linux
+from gpulet import linux, mount_api
 from gpulet.errors import InjectionError, StepFailed
-from gpulet.injection import cgroup, rootfs
+from gpulet.injection import cgroup, frozen, loader, rootfs
 from gpulet.injection.beneath import Root, failed
-from gpulet.injection.model import DeviceNode, Injection, Mount
+from gpulet.injection.detached import NODEV, NOEXEC, NOSUID, RO, Sources
+from gpulet.injection.model import DeviceNode, Injection
 from gpulet.node.paths import below
 from gpulet.node.procfs import DRIVER, proc_root
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from gpulet.injection.confine import Program
 
-RO, NOSUID = linux.MOUNT_ATTR_RDONLY, linux.MOUNT_ATTR_NOSUID
-NODEV, NOEXEC = linux.MOUNT_ATTR_NODEV, linux.MOUNT_ATTR_NOEXEC
-ATTRIBUTES = {"ro": RO, "nosuid": NOSUID, "nodev": NODEV, "noexec": NOEXEC}
 PROFILES = rootfs.PROFILE.rpartition("/")[0]
 LDCONFIG = "/sbin/ldconfig"
-COPIED = ("params", "version", "registry")  # what a container sees of the driver in /proc, besides its own GPUs
-
-
-class Step:
-    """One mount to be placed: a detached mount's descriptor, where it goes, and whether that is a folder."""
-
-    def __init__(self, name: str, tree: int, path: str, directory: bool) -> None:
-        self.name = name
-        self.tree = tree
-        self.path = path
-        self.directory = directory
 
 
 def apply(
@@ -65,7 +52,7 @@ def apply(
     Answers what was done, in words. Raises StepFailed, and then nothing stays changed.
     """
     with _Namespaces(pid) as namespaces:
-        sources = _Sources(injection, below(proc_root(driver_root), DRIVER), devbind)
+        sources = Sources(injection, below(proc_root(driver_root), DRIVER), devbind)
         change = None
         try:
             nodes = [(node.major, node.minor) for node in injection.devices if node.type == "c"]
@@ -146,99 +133,6 @@ class _Namespaces:
         return Root(root, held)
 
 
-class _Sources:
-    """Everything that comes from the host, opened or read there: in the container its paths may mean other things.
-
-    steps: the mounts; missing: device nodes that the host lacks, to be made; libraries: for the loader's cache;
-    texts: the driver's files in /proc that every container sees.
-    """
-
-    def __init__(self, injection: Injection, source: str, devbind: bool) -> None:
-        self.steps: list[Step] = []
-        self.missing: list[DeviceNode] = []
-        self.libraries = rootfs.libraries_of(injection.mounts)
-        self.texts = {name: data for name in COPIED if (data := _read(f"{source}/{name}")) is not None}
-        try:
-            for mount in injection.mounts:
-                self.steps.append(_clone(mount))
-            for node in injection.devices if devbind else ():
-                if os.path.lexists(node.host_path):
-                    self.steps.append(_clone_device(node))
-                else:
-                    self.missing.append(node)
-            for mount in _proc_mounts(injection, source):
-                self.steps.append(_clone(mount))
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Gives the mounts back: what isn't placed by then is gone."""
-        for step in self.steps:
-            os.close(step.tree)
-
-
-def _proc_mounts(injection: Injection, source: str) -> Iterator[Mount]:
-    options = ("ro", "nodev", "nosuid", "noexec")
-    for folder in _gpu_folders(source, injection.proc_gpus):
-        yield Mount(f"{source}/gpus/{folder}", f"{DRIVER}/gpus/{folder}", options, "proc")
-    for path in injection.proc_mig:
-        yield Mount(source + path.removeprefix(DRIVER), path, options, "proc")
-
-
-def _clone(mount: Mount) -> Step:
-    recursive = linux.AT_RECURSIVE if "rbind" in mount.options else 0
-    attributes = 0
-    for option in mount.options:
-        attributes |= ATTRIBUTES.get(option, 0)
-    try:
-        tree = linux.open_tree(mount.source, linux.OPEN_TREE_CLONE | recursive)
-        try:
-            directory = stat.S_ISDIR(os.fstat(tree).st_mode)
-            linux.mount_setattr(tree, attributes, 0, linux.MS_PRIVATE, recursive)
-        except OSError:
-            os.close(tree)
-            raise
-    except OSError as error:
-        raise failed("open", mount.source, error) from error
-    return Step(mount.kind, tree, mount.path, directory)
-
-
-def _clone_device(node: DeviceNode) -> Step:
-    try:
-        tree = linux.open_tree(node.host_path)
-    except OSError as error:
-        raise failed("open device", node.host_path, error) from error
-    try:
-        seen = os.fstat(tree)
-        if not stat.S_ISCHR(seen.st_mode) or seen.st_rdev != os.makedev(node.major, node.minor):
-            wanted = f"character device {node.major}:{node.minor}"
-            raise StepFailed("open device", node.host_path, reason=f"it is not {wanted}", remedy="make the node anew")
-        # Where the host's folder is mounted nodev, the clone would be too, and the node useless.
-        linux.mount_setattr(tree, RO | NOSUID | NOEXEC, NODEV, linux.MS_PRIVATE)
-    except OSError as error:
-        os.close(tree)
-        raise failed("open device", node.host_path, error) from error
-    except StepFailed:
-        os.close(tree)
-        raise
-    return Step("device", tree, node.path, False)
-
-
-def _gpu_folders(source: str, wanted: Sequence[str]) -> list[str]:
-    """The folders of the GPUs, spelt as the driver does: their domain may have four digits or eight, in any case."""
-    try:
-        names = os.listdir(f"{source}/gpus") if wanted else []
-    except OSError:
-        return []
-    keys = {_bus_key(bus_id) for bus_id in wanted}
-    return sorted(name for name in names if _bus_key(name) in keys)
-
-
-def _bus_key(bus_id: str) -> str:
-    return bus_id.lower().rjust(16, "0")
-
-
 # -- in the container
 
 
@@ -246,7 +140,7 @@ def _in_container(
     injection: Injection,
     namespaces: _Namespaces,
     path: str,
-    sources: _Sources,
+    sources: Sources,
     ldconfig: Program | None,
     pivot: bool,
 ) -> tuple[str, ...]:
@@ -278,9 +172,9 @@ def _loader_program(root: Root, program: Program, pivot: bool) -> Callable[[Sequ
         program = confine.Program(real if root.exists(real) else LDCONFIG)
 
     def run(folders: Sequence[str]) -> bool:
-        root.keep(rootfs.CACHE, f"run {program.path}")
+        root.keep(loader.CACHE, f"run {program.path}")
         try:
-            confine.run(root.fd, program, ["-f", rootfs.CONF, "-C", rootfs.CACHE, *folders], root.owner, pivot=pivot)
+            confine.run(root.fd, program, ["-f", loader.CONF, "-C", loader.CACHE, *folders], root.owner, pivot=pivot)
         except StepFailed as error:
             if error.errno != confine.ENOENT:
                 raise
@@ -294,12 +188,12 @@ def _loader_program(root: Root, program: Program, pivot: bool) -> Callable[[Sequ
 def _attach(root: Root, tree: int, path: str, directory: bool, name: str, descriptors: int) -> None:
     target = root.place(path, directory)
     try:
-        linux.move_mount(tree, target, path)
+        mount_api.move_mount(tree, target, path)
     except OSError as error:
         raise failed(f"mount {name}", path, error) from error
     finally:
         os.close(target)
-    root.record(f"mount {name} {path}", lambda: linux.detach(tree, descriptors))
+    root.record(f"mount {name} {path}", lambda: mount_api.detach(tree, descriptors))
     if directory:
         root.forget(path)
 
@@ -307,7 +201,7 @@ def _attach(root: Root, tree: int, path: str, directory: bool, name: str, descri
 def _cover(root: Root, path: str, descriptors: int, fill: Callable[[int], None] | None = None) -> int:
     """Puts a small file system of our own over a folder; what is put there goes with the container."""
     try:
-        tree = linux.new_file_system("tmpfs", (("mode", "0555"), ("size", "1m")), NOSUID | NODEV | NOEXEC)
+        tree = mount_api.new_file_system("tmpfs", (("mode", "0555"), ("size", "1m")), NOSUID | NODEV | NOEXEC)
         if fill is not None:
             fill(tree)
     except OSError as error:
@@ -322,15 +216,15 @@ def _cover_driver(root: Root, texts: dict[str, bytes], descriptors: int) -> int:
     def fill(tree: int) -> None:
         for name, data in texts.items():
             if name == "params":
-                data = data.replace(rootfs.MODIFY.encode(), rootfs.FROZEN.encode(), 1)
-            rootfs.place(tree, name, data)
+                data = data.replace(frozen.MODIFY.encode(), frozen.FROZEN.encode(), 1)
+            frozen.place(tree, name, data)
 
     return _cover(root, DRIVER, descriptors, fill)
 
 
 def _seal(tree: int) -> None:
     try:
-        linux.mount_setattr(tree, RO)
+        mount_api.mount_setattr(tree, RO)
     except OSError as error:
         raise failed("make read-only", "tmpfs", error) from error
 
@@ -349,14 +243,6 @@ def _make_node(root: Root, node: DeviceNode) -> None:
         raise failed("make device", node.path, error) from error
     root.record(f"make device {node.path}", lambda: os.unlink(name, dir_fd=parent))
     os.chown(name, node.uid, node.gid, dir_fd=parent, follow_symlinks=False)
-
-
-def _read(path: str) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            return file.read(1 << 20)
-    except OSError:
-        return None
 
 
 # -- the child

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 
 from gpulet.errors import BundleError, StepFailed
-from gpulet.injection import oci, rootfs
+from gpulet.injection import loader, oci, rootfs
 from gpulet.injection.beneath import EROFS, Root
 from gpulet.injection.model import Injection, Mount
 from gpulet.launch import beside
@@ -61,11 +61,11 @@ def refuse_the_hosts(root: str) -> None:
         )
 
 
-def libraries(plan: Plan) -> tuple[list[rootfs.Library], dict[str, tuple[str, int]]]:
+def libraries(plan: Plan) -> tuple[list[loader.Library], dict[str, tuple[str, int]]]:
     """The libraries for the loader's cache, and all that is known of each: remembered, or read from the host's file."""
     known = plan.memory.sonames if plan.memory else {}
     unknown = [mount for mount in plan.mounts if mount.path not in known]
-    read = rootfs.libraries_of(unknown) if unknown else []
+    read = loader.libraries_of(unknown) if unknown else []
     sonames = known | {mount.path: ("", 0) for mount in unknown}  # what a loader could do nothing with stays so
     for item in read:
         sonames[f"{item.folder}/{item.name}"] = (item.soname, item.flags)
@@ -73,7 +73,7 @@ def libraries(plan: Plan) -> tuple[list[rootfs.Library], dict[str, tuple[str, in
     for mount in plan.mounts:
         if sonames[mount.path][1]:
             folder, _, name = mount.path.rpartition("/")
-            found.append(rootfs.Library(folder, name, *sonames[mount.path]))
+            found.append(loader.Library(folder, name, *sonames[mount.path]))
     return found, sonames
 
 
@@ -83,7 +83,7 @@ def _remember(plan: Plan, sonames: dict[str, tuple[str, int]]) -> None:
         plan.memory.keep(plan.injection, {path: it for path, it in sonames.items() if path in own})
 
 
-def _read_only(bundle: Bundle, plan: Plan, found: list[rootfs.Library], settings: Settings) -> Plan:
+def _read_only(bundle: Bundle, plan: Plan, found: list[loader.Library], settings: Settings) -> Plan:
     """The way round a root that is read-only on disk."""
     laid = cache_beside(bundle, plan, found, settings)
     if laid is None:
@@ -95,16 +95,16 @@ def _read_only(bundle: Bundle, plan: Plan, found: list[rootfs.Library], settings
     return with_cache(plan, laid)
 
 
-def cache_beside(bundle: Bundle, plan: Plan, found: list[rootfs.Library], settings: Settings) -> beside.Laid | None:
+def cache_beside(bundle: Bundle, plan: Plan, found: list[loader.Library], settings: Settings) -> beside.Laid | None:
     """The loader's cache to be mounted over the image's, with the libraries where they lie, as no link can be made. An
     image without a cache has no place for it: None, and that is left to the hook."""
     with Root(bundle.container.root) as held:
-        data = rootfs.cache_without_links(held, plan.work, found) if held.exists(rootfs.CACHE) else b""
+        data = loader.cache_without_links(held, plan.work, found) if held.exists(loader.CACHE) else b""
     return beside.Laid(beside.named(settings.state_dir, "caches", data), data) if data else None
 
 
 def with_cache(plan: Plan, laid: beside.Laid) -> Plan:
     """The plan with that cache mounted."""
-    mount = Mount(laid.path, rootfs.CACHE, beside.OPTIONS, why="the root is read-only: the loader's cache")
+    mount = Mount(laid.path, loader.CACHE, beside.OPTIONS, why="the root is read-only: the loader's cache")
     plan.config = oci.apply(plan.config, Injection(mounts=(mount,)))
     return plan

@@ -110,7 +110,7 @@ def parse(hook: str, arguments: Sequence[str]) -> Options:
 
 def run(hook: str, options: Options, root: str) -> None:
     """Does a hook's work in the container whose root file system is the folder `root`."""
-    from gpulet.injection import rootfs
+    from gpulet.injection import frozen, rootfs
     from gpulet.injection.beneath import Root
     from gpulet.injection.cdi_hooks import leads_to
 
@@ -126,9 +126,9 @@ def run(hook: str, options: Options, root: str) -> None:
         if hook == "chmod":
             change_modes(held, options.last("mode"), options.all("path"))
         if hook == "disable-device-node-modification" or options.on("freeze-device-nodes"):
-            params = rootfs.frozen_params()
+            params = frozen.params()
             if params is not None:
-                rootfs.freeze(held, params)
+                frozen.cover(held, params)
         if options.on("debug"):
             for line in held.done:
                 print(line, file=sys.stderr)

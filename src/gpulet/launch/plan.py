@@ -202,17 +202,17 @@ def _freeze(plan: Plan, container: Container, folder: str) -> None:
     """Hiding the driver's ModifyDeviceFiles needs a mount inside the container's /proc, which low-level runtimes refuse
     in a spec: a hook does it, on nodes where the driver makes device nodes at all. The host's mount(8) does it in a
     tenth of the time that a program of ours takes to start."""
-    from gpulet.injection import rootfs
+    from gpulet.injection import frozen
     from gpulet.launch import beside
 
-    params = rootfs.frozen_params()
+    params = frozen.params()
     if params is None:
         return
     mount, ours = beside.mount_program() if folder else "", programs.cdi_hook()
     if mount:
         source = beside.named(folder, "params", params)
         plan.laid += (beside.Laid(source, params),)
-        hooks = beside.freeze(container.root, source, mount, rootfs.PARAMS)
+        hooks = beside.freeze(container.root, source, mount, frozen.PARAMS)
     elif ours:
         args = (os.path.basename(ours), "disable-device-node-modification")
         hooks = (Hook("createContainer", ours, args, HOOK_ENV),)

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from gpulet import linux
+from gpulet import mount_api
 from gpulet.errors import GpuletError, NodeError, UsageError
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin import aside, mps
@@ -126,9 +126,11 @@ def mount_shm(root: str, total_kib: int) -> None:
     target = os.path.join(root, "shm")
     os.makedirs(target, 0o755, exist_ok=True)
     if os.path.ismount(target):
-        linux.umount2(target)
+        mount_api.umount2(target)
     size = f"{total_kib // 2}k" if total_kib else "65536k"
-    linux.mount("shm", target, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC, f"size={size}")
+    mount_api.mount(
+        "shm", target, "tmpfs", mount_api.MS_NOSUID | mount_api.MS_NODEV | mount_api.MS_NOEXEC, f"size={size}"
+    )
 
 
 def memory_kib(path: str = "/proc/meminfo") -> int:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from gpulet import linux
+from gpulet import linux, mount_api
 from gpulet.sim.cgroups import hierarchies
 
 UNIFIED = Path("/sys/fs/cgroup/unified")
@@ -51,7 +51,7 @@ def enter(low_level: str) -> str:
         # a try in a process of its own: a mount namespace can't be left again where the rest then fails
         _probe()
         linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID)
-        linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
+        mount_api.mount("none", "/", "", mount_api.MS_REC | mount_api.MS_PRIVATE)
     except OSError as error:
         return f"this machine allows no namespaces and mounts ({error.strerror}): run it outside a restricted container"
     child = os.fork()
@@ -80,10 +80,10 @@ def _probe() -> None:
         code = 0
         try:
             linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID)
-            linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
+            mount_api.mount("none", "/", "", mount_api.MS_REC | mount_api.MS_PRIVATE)
             inner = os.fork()
             if inner == 0:
-                linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+                mount_api.mount("proc", "/proc", "proc", mount_api.MS_NOSUID | mount_api.MS_NODEV | mount_api.MS_NOEXEC)
                 os._exit(0)
             code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
         except OSError as error:
@@ -110,11 +110,11 @@ def _keep(child: int) -> None:
 def _become_first() -> None:
     linux.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the keeper alone, which hands it on once
-    linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    mount_api.mount("proc", "/proc", "proc", mount_api.MS_NOSUID | mount_api.MS_NODEV | mount_api.MS_NOEXEC)
 
 
 def _pure_cgroups() -> None:
     """crun refuses a machine with both cgroup versions (hybrid): in our own view we take the second away."""
     kinds = {kind for mount, kind in hierarchies() if mount.is_relative_to("/sys/fs/cgroup")}
     if kinds == {"cgroup", "cgroup2"} and UNIFIED.is_mount():
-        linux.umount2(str(UNIFIED), linux.MNT_DETACH)
+        mount_api.umount2(str(UNIFIED), mount_api.MNT_DETACH)
