@@ -253,6 +253,15 @@ def test_what_is_damaged_does_not_count(short: Shortcut, text: bytes) -> None:
     assert not short.by_python("state", "x"), "and is put right"
 
 
+def test_a_pipe_in_its_place_makes_nobody_wait(short: Shortcut) -> None:
+    short.kept.unlink()
+    os.mkfifo(short.kept)
+    changed = short.machine.config_file.stat().st_mtime_ns
+    os.utime(short.kept, ns=(changed, changed))
+    assert short.by_python("state", "x")
+    assert not short.by_python("state", "x")
+
+
 def test_a_folder_that_cannot_be_written_costs_nothing_but_the_time(short: Shortcut) -> None:
     short.kept.unlink()
     short.kept.mkdir()

@@ -65,7 +65,7 @@ if [ $gpulet_by = shortcut ]; then
   gpulet_home=${{XDG_CONFIG_HOME:-{os.path.dirname(os.path.dirname(DEFAULT_PATH))}}}
   gpulet_config=${{GPULET_CONFIG:-${{NVIDIA_CTK_CONFIG_FILE_PATH:-$gpulet_home/nvidia-container-runtime/config.toml}}}}
   gpulet_kept=${{gpulet_config%/*}}/.${{gpulet_config##*/}}{shortcut.SUFFIX}
-  if [ -O "$gpulet_kept" ] && [ -f "$gpulet_config" ] &&
+  if [ -O "$gpulet_kept" ] && [ -f "$gpulet_kept" ] && [ -f "$gpulet_config" ] &&
     ! [ "$gpulet_kept" -nt "$gpulet_config" ] && ! [ "$gpulet_config" -nt "$gpulet_kept" ] &&
     {{ IFS= read -r gpulet_low && IFS= read -r gpulet_path; }} <"$gpulet_kept" &&
     [ "$gpulet_path" = "$PATH" ] && [ -x "$gpulet_low" ]; then exec "$gpulet_low" "$@"; fi
