@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gpulet.errors import UsageError
 from gpulet.injection.model import RootfsWork
-from gpulet.launch import beside, carry, programs
+from gpulet.launch import beside, carry, programs, read_only
 from gpulet.launch.beside import Laid
 from gpulet.launch.plan import Bundle, Plan, by_hook
 from gpulet.settings import Settings
@@ -45,10 +45,10 @@ def foreseen(bundle: Bundle, settings: Settings) -> tuple[Plan, tuple[str, ...]]
 
 
 def _read_only(bundle: Bundle, plan: Plan, settings: Settings) -> Plan:
-    laid = carry.cache_beside(bundle, plan, carry.libraries(plan)[0], settings)
+    laid = read_only.cache_beside(bundle, plan, carry.libraries(plan)[0], settings)
     if laid is None or not can_lie(laid):
         return by_hook(plan)
-    plan = carry.with_cache(plan, laid)
+    plan = read_only.with_cache(plan, laid)
     plan.laid, plan.work = (*plan.laid, laid), RootfsWork()
     return plan
 

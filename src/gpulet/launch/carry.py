@@ -7,10 +7,8 @@ from __future__ import annotations
 import os
 
 from gpulet.errors import BundleError, StepFailed
-from gpulet.injection import loader, oci, rootfs
+from gpulet.injection import loader, rootfs
 from gpulet.injection.beneath import EROFS, Root
-from gpulet.injection.model import Injection, Mount
-from gpulet.launch import beside
 from gpulet.launch.plan import by_hook
 
 TYPE_CHECKING = False
@@ -23,10 +21,13 @@ NOT_FROM_HERE = (1, 13, 75)  # EPERM, EACCES, EOVERFLOW (an owner without a plac
 
 def carry_out(bundle: Bundle, plan: Plan, settings: Settings) -> Plan:
     """Does a plan's work; answers the plan that stands then, whose config.json is to be written. Raises GpuletError."""
-    try:
-        beside.lay(plan.laid)
-    except OSError:  # a state folder that isn't ours to write: rootless, or a full disk
-        plan = bundle.plan(settings, aside=False)
+    if plan.laid:
+        from gpulet.launch import beside
+
+        try:
+            beside.lay(plan.laid)
+        except OSError:  # a state folder that isn't ours to write: rootless, or a full disk
+            plan = bundle.plan(settings, aside=False)
     if plan.work.empty():
         _remember(plan, {})
         return plan
@@ -37,7 +38,9 @@ def carry_out(bundle: Bundle, plan: Plan, settings: Settings) -> Plan:
             rootfs.carry_out(held, plan.work, found)
     except StepFailed as error:
         if error.errno == EROFS:
-            return _read_only(bundle, plan, found, settings)
+            from gpulet.launch import read_only
+
+            return read_only.prepare(bundle, plan, found, settings)
         if error.errno not in NOT_FROM_HERE:
             raise
         return by_hook(plan)
@@ -81,30 +84,3 @@ def _remember(plan: Plan, sonames: dict[str, tuple[str, int]]) -> None:
     if plan.memory:
         own = {mount.path for mount in plan.injection.mounts}
         plan.memory.keep(plan.injection, {path: it for path, it in sonames.items() if path in own})
-
-
-def _read_only(bundle: Bundle, plan: Plan, found: list[loader.Library], settings: Settings) -> Plan:
-    """The way round a root that is read-only on disk."""
-    laid = cache_beside(bundle, plan, found, settings)
-    if laid is None:
-        return by_hook(plan)
-    try:
-        beside.lay([laid])
-    except OSError:
-        return by_hook(plan)
-    return with_cache(plan, laid)
-
-
-def cache_beside(bundle: Bundle, plan: Plan, found: list[loader.Library], settings: Settings) -> beside.Laid | None:
-    """The loader's cache to be mounted over the image's, with the libraries where they lie, as no link can be made. An
-    image without a cache has no place for it: None, and that is left to the hook."""
-    with Root(bundle.container.root) as held:
-        data = loader.cache_without_links(held, plan.work, found) if held.exists(loader.CACHE) else b""
-    return beside.Laid(beside.named(settings.state_dir, "caches", data), data) if data else None
-
-
-def with_cache(plan: Plan, laid: beside.Laid) -> Plan:
-    """The plan with that cache mounted."""
-    mount = Mount(laid.path, loader.CACHE, beside.OPTIONS, why="the root is read-only: the loader's cache")
-    plan.config = oci.apply(plan.config, Injection(mounts=(mount,)))
-    return plan

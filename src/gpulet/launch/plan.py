@@ -119,7 +119,7 @@ def _direct(config: dict[str, Any], container: Container, decision: Decision, se
     config, work = _take_over(config, injection.rootfs)
     plan = Plan(config, injection, work, _libraries(config, injection, work))
     plan.memory = memory
-    if aside and work.links:
+    if aside and any(link.path.startswith("/dev/") for link in work.links):
         _lay_device_links(plan, settings.state_dir)
     if covered(plan.config, plan.work):
         return by_hook(plan)
