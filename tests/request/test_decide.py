@@ -192,6 +192,33 @@ def test_an_unknown_capability_stops_legacy_and_is_left_out_elsewhere() -> None:
         asked(f"{V}=0", settings=Settings(supported_capabilities="all,compute"))
 
 
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ('"all"', ALL_OF_THEM),
+        ("ALL", ALL_OF_THEM),
+        ("'compute,utility'", ("compute", "utility")),
+        ("Compute, UTILITY", ("compute", "utility")),
+        ("nvidia.com/gpu=all", ALL_OF_THEM),
+        ("compute;utility", ALL_OF_THEM),
+        ("gpu,compute", ("compute",)),
+    ],
+)
+def test_odd_words_for_capabilities_leave_no_container_without_its_driver(value: str, wanted: tuple[str, ...]) -> None:
+    """The peer's CDI modes never look at them, so containers with such words run today; where legacy mode stops, it
+    goes on to."""
+    assert asked(f"{V}=0", f"{C}={value}").capabilities == wanted
+    with pytest.raises(RequestError, match="unsupported capabilities"):
+        asked(f"{V}=0", f"{C}={value}", settings=Settings(mode="legacy"))
+
+
+def test_a_capability_that_is_not_allowed_does_not_become_all() -> None:
+    settings = Settings(supported_capabilities="compute,utility")
+    assert asked(f"{V}=0", f"{C}=graphics", settings=settings).capabilities == ()
+    assert asked(f"{V}=0", f"{C}=graphics,foo", settings=settings).capabilities == ()
+    assert asked(f"{V}=0", f"{C}=foo", settings=settings).capabilities == ("compute", "utility")
+
+
 def test_every_capability_the_peers_way() -> None:
     settings = Settings(capabilities="all")
     assert asked(f"{V}=0", f"{C}=compute", settings=settings).capabilities == ALL_OF_THEM

@@ -31,7 +31,9 @@ def supported(settings: Settings) -> tuple[str, ...]:
 
 def capabilities(container: Container, settings: Settings, trace: Trace, *, strict: bool) -> tuple[str, ...]:
     """The driver capabilities, sorted. strict: a name that isn't supported is a RequestError, as it has always been in
-    legacy mode; else it is left out and said, since in the CDI modes the peer never looked at the variable."""
+    legacy mode. In the CDI modes the peer never looked at the variable, so whatever stands in it there must go on
+    working: quotes and capitals don't count, a name that isn't supported is left out and said, and where no other is
+    left, all are given."""
     allowed = supported(settings)
     if settings.capabilities == "all" and not strict:
         trace.note("capabilities", "all", settings.where("capabilities"), ",".join(allowed))
@@ -45,7 +47,7 @@ def capabilities(container: Container, settings: Settings, trace: Trace, *, stri
         chosen = tuple(name for name in DEFAULT if name in allowed)
         trace.note("capabilities", "unset" if value is None else "empty", where, f"default: {','.join(chosen)}")
         return chosen
-    wanted = sorted(set(_split(value)))
+    wanted = sorted(set(_split(value) if strict else [name.strip("\"'").lower() for name in _split(value)]))
     chosen = allowed if "all" in wanted else tuple(name for name in wanted if name in allowed)
     if "all" not in wanted and len(chosen) < len(wanted):
         refused = ",".join(name for name in wanted if name not in allowed)
@@ -55,6 +57,9 @@ def capabilities(container: Container, settings: Settings, trace: Trace, *, stri
                 wanted=f"all, or some of {','.join(allowed)}",
                 remedy=f"correct {VARIABLE}, or supported-driver-capabilities in config.toml",
             )
+        if not chosen and not any(name in DRIVER_CAPABILITIES for name in wanted):
+            trace.warn("capabilities", value, where, f"{refused}: none of {','.join(allowed)}; all are given")
+            return allowed
         trace.warn("capabilities", value, where, f"{refused}: none of {','.join(allowed)}, left out")
     else:
         trace.note("capabilities", value, where, ",".join(chosen))
