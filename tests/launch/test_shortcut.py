@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -270,6 +271,34 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_time(short: Short
         assert not list(short.kept.parent.glob(f"{short.kept.name}.*"))
     finally:
         short.kept.rmdir()
+
+
+# -- when Python is gone
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    "flags", [("--log", "L", "--log-format", "json"), ("--log=L", "--log-format=json"), ("--log", "L"), ()]
+)
+def test_a_python_that_is_gone_is_told_where_engines_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(launchers, "FAST_SHELLS", (Path("/bin/sh").resolve().name,))
+    gone = f'{tmp_path}/it\'s "gone"/python3.99'
+    program, log = tmp_path / "program", tmp_path / "a log"
+    program.write_text(launchers.launcher_text("gpulet.launch.runtime", gone))
+    arguments = [flag.replace("L", str(log)) for flag in flags]
+    command = [shutil.which(shell) or shell, *(["sh"] if shell == "busybox" else []), program]
+    done = subprocess.run([*command, *arguments, "create", "x"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert gone in line and line.endswith("run: gpulet install")
+    if not flags:
+        assert not log.exists()
+    elif "json" in "".join(flags):
+        assert json.loads(log.read_text()) == {"level": "error", "msg": line}
+    else:
+        assert log.read_text().startswith("level=error msg=")
 
 
 # -- where there is none

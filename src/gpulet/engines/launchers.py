@@ -10,6 +10,7 @@ neither collecting garbage nor taking itself apart at the end.
 from __future__ import annotations
 
 import compileall
+import json
 import os
 import shlex
 import sys
@@ -73,10 +74,33 @@ fi
 """
 FAST_SHELLS = ("dash", "busybox")  # start in less than a millisecond; bash takes two
 
+# Says that Python is gone, as after an upgrade of the distribution, where people get to see it: in the engine's --log
+# file, in its format.
+_GONE = """\
+[ -x {interpreter} ] || {{
+  gpulet_log= gpulet_format= gpulet_last=
+  for gpulet_word; do
+    case $gpulet_last in --log) gpulet_log=$gpulet_word ;; --log-format) gpulet_format=$gpulet_word ;; esac
+    case $gpulet_word in --log=*) gpulet_log=${{gpulet_word#*=}} ;; --log-format=json) gpulet_format=json ;; esac
+    gpulet_last=$gpulet_word
+  done
+  if [ "$gpulet_format" = json ]; then gpulet_line={json}; else gpulet_line={text}; fi
+  [ ! "$gpulet_log" ] || printf '%s\\n' "$gpulet_line" >>"$gpulet_log"
+  printf '%s\\n' {message} >&2
+  exit 1
+}}
+"""
 
-def _shortcut(module: str) -> str:
+
+def _before(module: str, interpreter: str) -> str:
     """What a launcher's shell does before Python starts, "" where there is nothing, or no shell that is worth it."""
-    return _SHORTCUT if module == "gpulet.launch.runtime" and SHELL.resolve().name in FAST_SHELLS else ""
+    if module != "gpulet.launch.runtime" or SHELL.resolve().name not in FAST_SHELLS:
+        return ""
+    message = f"gpulet-runtime: the Python that it was installed with is gone: {interpreter}; run: gpulet install"
+    line = json.dumps({"level": "error", "msg": message})
+    text = f"level=error msg={json.dumps(message)}"
+    quoted = {"json": line, "text": text, "message": message, "interpreter": interpreter}
+    return _SHORTCUT + _GONE.format(**{name: shlex.quote(value) for name, value in quoted.items()})
 
 
 def launcher_text(module: str, interpreter: str = sys.executable, modules: tuple[Path, int] | None = None) -> str:
@@ -85,7 +109,7 @@ def launcher_text(module: str, interpreter: str = sys.executable, modules: tuple
     source = str(Path(gpulet.__file__).resolve().parent.parent)
     libraries = sysconfig.get_paths()["purelib"]
     return (
-        f"{first_lines(interpreter, '-ISXutf8', _shortcut(module))}"
+        f"{first_lines(interpreter, '-ISXutf8', _before(module, interpreter))}"
         "import marshal, posix, sys\n"  # all of them are built in; this text is compiled in every start, so it is short
         f"sys.path += [{source!r}, {libraries!r}]\n"
         f"{_from_pack(*modules) if modules else ''}"
