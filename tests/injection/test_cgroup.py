@@ -52,6 +52,25 @@ def hardened(program: bytes) -> bytes:
     return made
 
 
+def refused(where: Cgroup, rules: list[cgroup.Rule]) -> str:
+    """What a process without root is told that would allow devices, "" where nothing keeps it from them."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.setresuid(12345, 12345, 12345)
+        try:
+            change = cgroup.allow(where, rules)
+            change.undo()
+            change.close()
+        except StepFailed as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.close(writing)
+    assert os.waitpid(pid, 0)[1] == 0
+    with open(reading) as pipe:
+        return pipe.read()
+
+
 @pytest.mark.root
 class TestVersion1:
     def test_rules_and_back(self, v1: Path, nodes: list[Path]) -> None:
@@ -69,6 +88,21 @@ class TestVersion1:
         (v1 / "devices.allow").write_text("c 195:0 rwm")
         cgroup.allow(Cgroup(1, str(v1)), [(195, 0), (195, 1)]).undo()
         assert opened(v1, nodes) == ["ENXIO", "EPERM", "EPERM"]
+
+    def test_without_root_a_cgroup_that_lets_the_devices_is_left_alone(self, v1: Path) -> None:
+        """As that of its caller, which a container without root is in: nothing has to be written there."""
+        assert refused(Cgroup(1, str(v1)), [(195, 0)]) == ""
+        (v1 / "devices.deny").write_text("a")
+        (v1 / "devices.allow").write_text("c 195:* rw")
+        assert refused(Cgroup(1, str(v1)), [(195, 0), (195, 2)]) == ""
+        assert (v1 / "devices.list").read_text() == "c 195:* rw\n"
+
+    def test_without_root_another_cgroup_is_refused_with_what_to_set(self, v1: Path) -> None:
+        (v1 / "devices.deny").write_text("a")
+        (v1 / "devices.allow").write_text("c 195:0 rw")
+        told = refused(Cgroup(1, str(v1)), [(195, 0), (195, 2)])
+        assert told.startswith(f"allow device {v1}/devices.allow: Permission denied")
+        assert "no-cgroups = true in config.toml, or --no-cgroups" in told
 
     def test_a_folder_that_is_gone(self) -> None:
         with pytest.raises(StepFailed, match=r"allow device /nowhere/devices\.allow") as caught:
@@ -158,9 +192,16 @@ class TestVersion2:
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
+    def test_without_root_it_is_refused_with_what_to_set(self, v2: Path) -> None:
+        os.close(attach(v2, DENY, 2))
+        told = refused(Cgroup(2, str(v2)), [(195, 0)])
+        assert told.startswith(f"allow devices in cgroup {v2}: ")
+        assert "no-cgroups = true in config.toml, or --no-cgroups" in told
+
     def test_a_folder_that_is_gone(self) -> None:
-        with pytest.raises(StepFailed, match="allow devices in cgroup /nowhere"):
+        with pytest.raises(StepFailed, match="allow devices in cgroup /nowhere") as caught:
             cgroup.allow(Cgroup(2, "/nowhere"), [(195, 0)])
+        assert not caught.value.remedy
 
 
 class TestFind:

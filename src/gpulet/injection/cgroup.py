@@ -13,9 +13,11 @@ from gpulet.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 Rule = tuple[int, int]  # a character device's major and minor; reading and writing it is to be allowed
+FORBIDDEN = (1, 13, 30)  # EPERM, EACCES, EROFS
+WITHOUT = "nvidia-container-cli.no-cgroups = true in config.toml, or --no-cgroups"
 
 
 class Cgroup(Value):
@@ -49,7 +51,7 @@ def find(pid: int, proc: str = "/proc") -> Cgroup:
         f"process {pid} has no cgroup for device rules that is mounted here",
         seen=", ".join(f"{names or 'v2'} {path}" for names, path in sorted(paths.items())) or "none",
         wanted="a devices controller or cgroup v2",
-        remedy="mount the cgroup file system, or use --no-cgroups",
+        remedy=f"mount the cgroup file system, or set {WITHOUT}",
     )
 
 
@@ -96,11 +98,16 @@ class Change:
 
 def allow(cgroup: Cgroup, rules: Sequence[Rule]) -> Change:
     """Lets the cgroup's processes read and write the devices. Raises StepFailed, and then nothing is changed."""
-    if cgroup.version == 2:
-        from gpulet.injection import cgroup_bpf
+    try:
+        if cgroup.version == 2:
+            from gpulet.injection import cgroup_bpf
 
-        return Change(*cgroup_bpf.allow(cgroup.folder, rules))
-    return _allow_v1(cgroup.folder, rules)
+            return Change(*cgroup_bpf.allow(cgroup.folder, rules))
+        return _allow_v1(cgroup.folder, rules)
+    except StepFailed as error:
+        if error.errno in FORBIDDEN and not error.remedy:
+            error.remedy = f"where no rules keep the container from its devices, as without root, set {WITHOUT}"
+        raise
 
 
 def _allow_v1(folder: str, rules: Sequence[Rule]) -> Change:
@@ -126,6 +133,9 @@ def _allow_v1(folder: str, rules: Sequence[Rule]) -> Change:
     except OSError as error:
         change.undo()
         change.close()
+        # Without root a container has no cgroup of its own: it is in its caller's, mostly one that allows everything.
+        if error.errno in FORBIDDEN and all(lets(before, rule) for rule in rules):
+            return Change(lambda: None, ())
         raise StepFailed("allow device", what, error.errno or 0, error.strerror or "") from error
     return change
 
@@ -136,6 +146,17 @@ def _rules_v1(folder: str) -> list[str]:
             return [line.strip() for line in file]
     except OSError:
         return []
+
+
+def lets(lines: Iterable[str], rule: Rule) -> bool:
+    """Whether devices.list lets a device be read and written: one line has to cover the whole question. A cgroup that
+    allows all but some tells "a *:* rwm" alone. Raises ValueError for lines of another form."""
+    for line in lines:
+        kind, numbers, access = line.split()
+        pairs = zip(numbers.split(":"), rule, strict=True)
+        if kind in "ac" and {"r", "w"} <= set(access) and all(text in ("*", str(number)) for text, number in pairs):
+            return True
+    return False
 
 
 def _line(rule: Rule) -> str:

@@ -13,12 +13,12 @@ import struct
 
 from gpulet.errors import GpuletError
 from gpulet.injection import cgroup_bpf
-from gpulet.injection.cgroup import Cgroup, Rule, plain
+from gpulet.injection.cgroup import Cgroup, Rule, lets, plain
 from gpulet.injection.cgroup_bpf import CHARACTER, READ_WRITE, SIZE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 LDX, ALU, JMP, JMP32, ALU64 = 1, 4, 5, 6, 7  # classes: the lowest three bits of an instruction's code
 MEMORY = 0x60  # BPF_MEM, the mode of a load
@@ -54,7 +54,7 @@ def may_use(cgroup: Cgroup, rule: Rule) -> bool | None:
     try:
         if cgroup.version == 1:
             with open(f"{cgroup.folder}/devices.list", encoding="ascii") as file:
-                return _listed(file, rule)
+                return lets(file, rule)
         return _all_agree(cgroup.folder, rule)
     except (OSError, ValueError, GpuletError, _Unknown):
         return None
@@ -68,16 +68,6 @@ def hierarchies(proc: str = "/proc") -> Iterator[Cgroup]:
     found = [(plain(fields[4]), *fields[fields.index("-") + 1 :: 2]) for fields in mounts]  # point, kind, options
     tops = [Cgroup(1, point) for point, kind, options in found if kind == "cgroup" and "devices" in options.split(",")]
     return iter(tops or [Cgroup(2, point) for point, kind, _ in found if kind == "cgroup2"])
-
-
-def _listed(lines: Iterable[str], rule: Rule) -> bool:
-    """One line has to cover the whole question. A cgroup that allows all but some tells "a *:* rwm" alone."""
-    for line in lines:
-        kind, numbers, access = line.split()
-        pairs = zip(numbers.split(":"), rule, strict=True)
-        if kind in "ac" and {"r", "w"} <= set(access) and all(text in ("*", str(number)) for text, number in pairs):
-            return True
-    return False
 
 
 def _all_agree(folder: str, rule: Rule) -> bool:
