@@ -17,6 +17,7 @@ from gpulet.errors import UsageError
 from gpulet.launch import programs
 from gpulet.launch.beside import Laid
 from gpulet.sim import node as sim
+from support import driver_tree
 from support.containers import config, pod
 from support.machine import Machine
 
@@ -45,6 +46,25 @@ def told(machine: Machine, spec: dict[str, Any]) -> dict[str, Any]:
     assert not (machine.bundle / "rootfs/etc/ld.so.cache").exists()
     data: dict[str, Any] = json.loads(done.stdout)
     return data
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("inside", [0, 9])
+def test_a_nodes_group_in_a_user_namespace_that_has_it_as_another_or_lacks_it(machine: Machine, inside: int) -> None:
+    driver_tree.nodes(machine.root, (0, 1))
+    os.chown(machine.root / "dev/nvidia1", 0, 44)
+    (machine.root / "dev/nvidia1").chmod(0o660)
+    spec = config(f"{V}=1")
+    spans = [{"containerID": inside, "hostID": 44, "size": 1}] if inside else []
+    spec["linux"] |= {"namespaces": [{"type": "user"}], "gidMappings": spans}
+    machine.make(spec)
+    shown = explain(machine, "bundle", str(machine.bundle)).stdout
+    assert ("group   9  opens a device node\n" in shown) is bool(inside)
+    assert ("lacking group 44, which opens a device node  the container's user namespace" in shown) is (not inside)
+    user = machine.create(spec)["process"].get("user", {})
+    assert user.get("additionalGids", []) == ([inside] if inside else [])
+    told = "group 44, which opens a device node, is left out" in (machine.folder / "log").read_text()
+    assert told is (not inside)
 
 
 @pytest.mark.parametrize(

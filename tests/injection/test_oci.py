@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpulet.injection import oci
 from gpulet.injection.model import DeviceNode, Hook, Injection, Mount
+from support import real_container
+from support.real_container import Bundle
 
 GPU = DeviceNode("/dev/nvidia1", "/x/dev/nvidia1", 195, 1)
 LIBRARY = Mount("/host/libcuda.so.1", "/usr/lib/libcuda.so.1", kind="library")
@@ -73,6 +76,48 @@ def test_the_parts_and_what_stays() -> None:
 def test_twice_is_once() -> None:
     once = oci.apply(config(), EVERYTHING)
     assert oci.apply(once, EVERYTHING) == once
+
+
+def in_user_namespace(*spans: tuple[int, int, int]) -> dict[str, Any]:
+    """spans: (containerID, hostID, size)."""
+    maps = [dict(zip(("containerID", "hostID", "size"), span, strict=True)) for span in spans]
+    return {"linux": {"namespaces": [{"type": "mount"}, {"type": "user"}], "gidMappings": maps}}
+
+
+@pytest.mark.parametrize(
+    ("before", "inside"),
+    [
+        ({"linux": {"namespaces": [{"type": "mount"}], "gidMappings": [{"hostID": 5}]}}, {44: 44, 105: 105}),
+        (in_user_namespace((0, 0, 65536)), {44: 44, 105: 105}),
+        (in_user_namespace((0, 0, 1)), {}),
+        (in_user_namespace((0, 100000, 65536)), {}),
+        (in_user_namespace((0, 1000, 1), (1, 100000, 65535), (70000, 44, 1)), {44: 70000}),
+        (in_user_namespace((7, 40, 5), (12, 45, 60)), {44: 11}),
+        (in_user_namespace(), {}),
+        ({"linux": {"namespaces": [{"type": "user", "path": "/proc/7/ns/user"}]}}, {}),
+        ({"linux": {"namespaces": [{"type": "user"}], "gidMappings": [{"size": 45}]}}, {44: 44}),
+    ],
+)
+def test_a_group_has_the_number_that_the_container_knows_it_by(before: dict[str, Any], inside: dict[int, int]) -> None:
+    assert oci.seen_inside(before, (44, 0, 105)) == inside
+    after = oci.apply(before, Injection(gids=(44, 0, 105)))
+    assert after["process"].get("user", {}).get("additionalGids", []) == list(inside.values())
+
+
+@pytest.mark.root
+@pytest.mark.e2e
+@pytest.mark.parametrize("low", ["runc", "crun"])
+def test_a_container_starts_whose_user_namespace_lacks_the_group(tmp_path: Path, low: str) -> None:
+    """As without root and without ranges of ids: there is one group."""
+    real = Bundle(tmp_path)
+    made = real_container.config(["/bin/sh", "-c", "cat /proc/self/status"])
+    lacking = in_user_namespace((0, 0, 1))["linux"]
+    made["linux"] |= {"gidMappings": lacking["gidMappings"], "uidMappings": lacking["gidMappings"]}
+    made["linux"]["namespaces"].append({"type": "user"})
+    made["mounts"] = [mount for mount in made["mounts"] if mount["destination"] != "/sys"]
+    done = real.run(oci.apply(made, Injection(gids=(44,))), low, "v1")
+    assert done.returncode == 0, done.stderr
+    assert "44" not in next(line for line in done.stdout.splitlines() if line.startswith("Groups:")).split()
 
 
 def test_nothing_to_do_changes_nothing_not_even_the_order_of_mounts() -> None:

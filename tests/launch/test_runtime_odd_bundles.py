@@ -61,6 +61,7 @@ def legacy_image() -> dict[str, Any]:
 
 def podman() -> dict[str, Any]:
     made = config(f"{V}=1,0", "NVIDIA_REQUIRE_CUDA=cuda>=11.0 brand=tesla,driver>=450", privileged=True)
+    made["linux"] |= {"namespaces": [{"type": "user"}], "gidMappings": [{"containerID": 0, "hostID": 40, "size": 9}]}
     return made | {"annotations": {"io.podman.annotations.userns": ""}, "hostname": "x"}
 
 
@@ -160,6 +161,10 @@ def test_any_part_may_be_anything(tree: Path, shape: Any, data: st.DataObject) -
         (("hooks",), {"createContainer": [{"path": "/x", "args": [None]}]}, "createContainer: args: None"),
         (("hooks",), {"prestart": [{"path": "/x/gpulet-hook", "env": [5]}]}, "prestart: env: 5"),
         (("linux", "netDevices"), [], "netDevices"),
+        (("linux", "gidMappings"), {"hostID": 1}, "gidMappings"),
+        (("linux", "gidMappings"), [[0, 0, 1]], "gidMappings: .*wanted a list of objects"),
+        (("linux", "gidMappings"), [{"hostID": "0"}], "hostID: '0' .wanted a JSON number"),
+        (("linux", "namespaces"), ["user"], "namespaces: .*wanted a list of objects"),
         (("x",), float("nan"), "what JSON can hold"),
     ],
 )

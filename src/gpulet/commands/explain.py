@@ -15,6 +15,7 @@ from rich.markup import escape
 from gpulet import settings as settings_file
 from gpulet.commands.explain_ahead import foreseen, in_place_of
 from gpulet.errors import GpuletError, NodeError, UsageError
+from gpulet.injection import oci
 from gpulet.launch.plan import Bundle, Plan
 from gpulet.node import procfs
 from gpulet.request import requirements
@@ -190,7 +191,11 @@ def _show_plan(console: Console, bundle: Bundle, plan: Plan) -> None:
         if entry not in before:
             _item(console, "env", entry, "")
     for gid in injection.gids:
-        _item(console, "group", str(gid), "opens a device node")
+    inside = oci.seen_inside(bundle.config, injection.gids)
+        if gid in inside:
+            _item(console, "group", str(inside[gid]), "opens a device node")
+        else:
+            _item(console, "lacking", f"group {gid}, which opens a device node", oci.NOT_INSIDE)
     for link in work.links:
         _item(console, "link", f"{link.path} -> {link.target}", link.why)
     for folder in work.folders:

@@ -13,6 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+HIDDEN = 65534  # user_namespaces(7): what a group that isn't mapped is shown as; the number is no group's of its own
 _CONTROL_MINORS = {"/dev/nvidiactl": 255, "/dev/nvidia-modeset": 254}  # fixed numbers under major 195
 
 
@@ -92,5 +93,5 @@ def mig_nodes(nodes: Nodes, mig: MigDevice) -> Iterator[DeviceNode]:
 
 
 def gids_of(devices: Iterable[DeviceNode]) -> tuple[int, ...]:
-    """Groups without which a process of the container could not open a node."""
-    return tuple(sorted({node.gid for node in devices if node.gid and node.mode & 0o006 != 0o006}))
+    """Groups without which a process of the container could not open a node; none that our own user namespace hides."""
+    return tuple(sorted({node.gid for node in devices if node.gid not in (0, HIDDEN) and node.mode & 0o006 != 0o006}))

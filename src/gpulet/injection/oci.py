@@ -12,7 +12,10 @@ from gpulet.injection.model import DeviceNode, Hook, Injection, Mount
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
+
+NOT_INSIDE = "the container's user namespace has no such group (linux.gidMappings)"
 
 
 def apply(config: dict[str, Any], injection: Injection) -> dict[str, Any]:
@@ -34,7 +37,7 @@ def apply(config: dict[str, Any], injection: Injection) -> dict[str, Any]:
         rdt = {key: list(value) if isinstance(value, tuple) else value for key, value in injection.intel_rdt}
         config["linux"] = {**(config.get("linux") or {}), "intelRdt": rdt}
     if injection.gids:
-        config["process"] = _with_gids(config.get("process") or {}, injection.gids)
+        config["process"] = _with_gids(config.get("process") or {}, seen_inside(config, injection.gids).values())
     return config
 
 
@@ -132,8 +135,25 @@ def _with_mounts(mounts: list[dict[str, Any]], added: tuple[Mount, ...]) -> list
     return sorted(merged, key=lambda entry: os.path.normpath(entry.get("destination") or "").count("/"))
 
 
-def _with_gids(process: dict[str, Any], gids: tuple[int, ...]) -> dict[str, Any]:
+def seen_inside(config: dict[str, Any], gids: Iterable[int]) -> dict[int, int]:
+    """The host's groups that the container has -> their numbers there, which is what additionalGids are.
+
+    A user namespace's are translated by linux.gidMappings; what these don't cover is no group inside, and a process
+    that is to be in it doesn't start. In a namespace that is joined without them, whose numbers are unknown here, none.
+    """
+    linux = config.get("linux") or {}
+    wanted = [gid for gid in dict.fromkeys(gids) if gid]
+    if all(namespace.get("type") != "user" for namespace in linux.get("namespaces") or ()):
+        return {gid: gid for gid in wanted}
+    ids = ("containerID", "hostID", "size")
+    spans = [tuple(span.get(name) or 0 for name in ids) for span in linux.get("gidMappings") or ()]
+    return {gid: inside + gid - host for gid in wanted for inside, host, size in spans if host <= gid < host + size}
+
+
+def _with_gids(process: dict[str, Any], gids: Iterable[int]) -> dict[str, Any]:
     user = dict(process.get("user") or {})
     groups = list(user.get("additionalGids") or [])
-    groups += [gid for gid in dict.fromkeys(gids) if gid and gid not in groups]
+    groups += [gid for gid in dict.fromkeys(gids) if gid not in groups]
+    if not groups:
+        return process
     return {**process, "user": {**user, "additionalGids": groups}}

@@ -139,6 +139,8 @@ def _log(call: calls.Call, settings: Settings) -> Log:
 
 def _tell(log: Log, bundle: Bundle, plan: Plan, spent: str) -> None:
     """One line for a container that got something, one for each thing that may surprise. spent: ms by phase."""
+    from gpulet.injection import oci
+
     for rule in bundle.decision.trace:
         if rule.level == "warning":
             log.write("warning", f"{rule.name}: {rule.outcome}", input=rule.input, where=rule.where)
@@ -146,6 +148,10 @@ def _tell(log: Log, bundle: Bundle, plan: Plan, spent: str) -> None:
         log.write("warning", f"requirement taken as met: {term}: nothing is known of that here without NVML")
     for name in plan.memory.lacking if plan.memory else ():
         log.write("warning", f"capability {name}: this node's driver has no file of it; install its package")
+    inside = oci.seen_inside(bundle.config, plan.injection.gids)
+    for gid in plan.injection.gids:
+        if gid not in inside:
+            log.write("warning", f"group {gid}, which opens a device node, is left out: {oci.NOT_INSIDE}")
     request, one = bundle.decision.request, bundle.container
     if request:
         log.write(

@@ -198,23 +198,33 @@ def _check_shapes(config: dict[str, Any]) -> None:
         _part(user, name, 0)
     _part(user, "additionalGids", [])
     _part(linux, "netDevices", {})
+    for span in _objects(linux, "gidMappings"):
+        for name in ("containerID", "hostID", "size"):
+            _part(span, name, 0)
     _check_text("root.path", [_part(config, "root", {}).get("path")])
     _check_text("process.env", _part(process, "env", []))
     _check_text("annotations", _part(config, "annotations", {}).values())
     for table, name, texts, lists in (
         (config, "mounts", ("source", "destination"), ()),
         (linux, "devices", ("path",), ()),
+        (linux, "namespaces", ("type",), ()),
         (_part(linux, "resources", {}), "devices", (), ()),
         *((hooks, stage, ("path",), ("args", "env")) for stage in hooks),
     ):
-        items = _part(table, name, [])
-        if not all(isinstance(item, dict) for item in items):
-            raise BundleError(f"config.json: {name}", seen=repr(items)[:80], wanted="a list of objects")
+        items = _objects(table, name)
         for text in texts:
             _check_text(f"{name}: {text}", [item.get(text) for item in items])
         for several in lists:
             for item in items:
                 _check_text(f"{name}: {several}", _part(item, several, []), null=False)
+
+
+def _objects(table: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """A member that is a list of objects, empty where absent or null."""
+    items = _part(table, name, [])
+    if not all(isinstance(item, dict) for item in items):
+        raise BundleError(f"config.json: {name}", seen=repr(items)[:80], wanted="a list of objects")
+    return items
 
 
 def _check_text(what: str, values: Iterable[Any], *, null: bool = True) -> None:
