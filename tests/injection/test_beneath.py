@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gpulet import linux, mount_api
 from gpulet.errors import StepFailed
-from gpulet.injection import beneath, rootfs
+from gpulet.injection import beneath, live, rootfs
 from gpulet.injection.beneath import Root
 from gpulet.injection.model import RootfsWork, SymLink
 
@@ -91,6 +93,43 @@ def test_an_image_can_put_nothing_in_the_way_of_what_is_made_aside(root: Path) -
     with Root(str(root)) as one:
         one.write("/etc/x", b"newer")
     assert sorted(os.listdir(root / "etc")) == [beneath.ASIDE, "x"]
+
+
+def test_what_cant_be_taken_back_hides_neither_the_error_nor_the_rest(root: Path) -> None:
+    (root / "etc/x").write_text("old")
+    with pytest.raises(RuntimeError), Root(str(root)) as one:
+        one.symlink("y", "/link")
+        one.write("/etc/x", b"new")
+        shutil.rmtree(root / "etc")
+        raise RuntimeError
+    assert os.listdir(root) == []
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["file", "folder", "device"])
+def test_what_is_mounted_over_a_place_stays(root: Path, kind: str) -> None:
+    """A rename over a mount is EBUSY; what isn't a file was taken for the image's own fault."""
+    theirs, place = root.parent / "theirs", root / "etc/x"
+    if kind == "folder":
+        theirs.mkdir()
+        place.mkdir()
+    else:
+        theirs.write_text("theirs") if kind == "file" else theirs.symlink_to("/dev/null")
+        place.touch()
+    seen = theirs.stat()
+
+    def work() -> tuple[str, ...]:
+        linux.unshare(linux.CLONE_NEWNS)
+        mount_api.mount("none", "/", "", mount_api.MS_REC | mount_api.MS_PRIVATE)
+        mount_api.mount(str(theirs), str(place), "", mount_api.MS_BIND)
+        with Root(str(root)) as held:
+            changed = [held.symlink("a", "/etc/x"), held.write("/etc/x", b"ours"), held.write("/etc/y", b"ours")]
+            still = os.path.samestat(place.stat(), seen)
+            return (*held.left, str(held.covered("/etc/y")), str(changed), str(still))
+
+    answer = ("/etc/x", "/etc/x", "False", "[False, False, True]", "True")
+    assert live.in_child(work) == answer
+    assert sorted(os.listdir(root / "etc")) == ["x", "y"]
 
 
 def test_a_full_disk_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import pytest
 
 from gpulet import mount_api
 from gpulet.errors import StepFailed
-from gpulet.injection import live
+from gpulet.injection import confine, live
 from gpulet.injection.cgroup import Change
 from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork, SymLink
 from support.namespaced import mounts, namespaced, tree
 
 pytestmark = pytest.mark.root
 
+LDCONFIG = shutil.which("ldconfig") or ""
 FILE = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 SOCKET = ("nosuid", "nodev", "noexec", "rbind", "rprivate")
 
@@ -95,6 +97,27 @@ def test_everything_is_in_the_container_and_nothing_on_the_host(host: Path, imag
         assert "mount device /dev/nvidia0" in done
     assert mounts() == before
     assert not list(driver.iterdir())
+
+
+@pytest.mark.parametrize(
+    "ldconfig",
+    [False, pytest.param(True, marks=pytest.mark.skipif(not LDCONFIG, reason="no ldconfig on this machine"))],
+)
+def test_what_the_user_mounted_over_a_place_stays(host: Path, image: Path, ldconfig: bool) -> None:
+    theirs = host / "theirs"
+    theirs.write_text("theirs")
+    places = ("usr/lib/libcuda.so", "etc/ld.so.cache")
+    for place in places:
+        (image / place).touch()
+    program = confine.open_host_program(LDCONFIG) if ldconfig else None
+    with namespaced(image, over=dict.fromkeys(places, theirs)) as pid:
+        done = live.apply(injection(host), pid, str(image), cgroups=False, driver_root=str(host), ldconfig=program)
+        inside = Path(f"/proc/{pid}/root{image}")
+        assert [(inside / place).read_text() for place in places] == ["theirs"] * 2
+    assert [line for line in done if "leave" in line] == [
+        f"leave /{place}: something is mounted there" for place in places
+    ]
+    assert theirs.read_text() == "theirs"
 
 
 def test_a_kernel_without_the_driver_goes_on(host: Path, image: Path) -> None:

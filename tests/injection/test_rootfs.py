@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -85,9 +86,14 @@ class TestLinks:
     def test_a_folder_in_the_way_is_an_error_and_nothing_stays(self, root: Path) -> None:
         (root / "x/inner").mkdir(parents=True)
         before = tree(root)
-        with pytest.raises(StepFailed, match="write x: a folder, device or pipe is there"):
+        with pytest.raises(StepFailed, match="write /x: a folder, device or pipe is there"):
             rootfs.prepare(str(root), RootfsWork((SymLink("a", "/new/y"), SymLink("b", "/x"))))
         assert tree(root) == before
+
+    def test_a_folder_far_down_in_the_way_is_named_whole(self, root: Path) -> None:
+        (root / LIB[1:] / "libcuda.so.1").mkdir()
+        with pytest.raises(StepFailed, match=f"write {LIB}/libcuda.so.1: a folder"):
+            rootfs.prepare(str(root), RootfsWork((SymLink(CUDA, f"{LIB}/libcuda.so.1"),)))
 
     def test_targets_may_be_anything_but_are_only_text(self, root: Path) -> None:
         rootfs.prepare(str(root), RootfsWork((SymLink("/../../etc/shadow", "/x"),)))
@@ -216,6 +222,80 @@ class TestLoader:
         assert tree(root) == before
 
 
+class TestNamesOfLinks:
+    """A program may load libcuda.so as well as libcuda.so.1, also where the loader searches the folder by its cache
+    alone."""
+
+    FOLDER = "/opt/driver"
+    WORK = RootfsWork(
+        (
+            SymLink("libcuda.so.1", f"{FOLDER}/libcuda.so"),  # by the soname's link, which nobody asked for
+            SymLink("libGLX_nvidia.so.570.86.15", f"{FOLDER}/libGLX_indirect.so.0"),
+            SymLink("libGLX_again.so", f"{FOLDER}/libGLX_twice.so"),
+            SymLink(f"{FOLDER}/libGLX_indirect.so.0", f"{FOLDER}/libGLX_again.so"),
+            SymLink("../libcuda.so.1", f"{FOLDER}/sub/libcuda_below.so"),  # no folder of the loader
+            SymLink("libnone.so.1", f"{FOLDER}/libnone.so"),
+            SymLink("libround.so", f"{FOLDER}/libround.so"),
+        ),
+        folders=(FOLDER,),
+    )
+    NAMES: ClassVar = {
+        "libcuda.so.1": CUDA,
+        "libcuda.so": CUDA,
+        "libGLX_nvidia.so.0": "libGLX_nvidia.so.570.86.15",
+        "libGLX_indirect.so.0": "libGLX_nvidia.so.570.86.15",
+        "libGLX_again.so": "libGLX_nvidia.so.570.86.15",
+        "libGLX_twice.so": "libGLX_nvidia.so.570.86.15",
+    }
+
+    @pytest.fixture
+    def mounts(self, host: Path) -> list[Mount]:
+        (host / "libGLX_nvidia.so.570.86.15").write_bytes(library("libGLX_nvidia.so.0"))
+        return [mount(host, name, self.FOLDER) for name in (CUDA, "libGLX_nvidia.so.570.86.15")]
+
+    def test_libraries_that_are_yet_to_be_mounted(self, root: Path, mounts: list[Mount]) -> None:
+        rootfs.prepare(str(root), self.WORK, mounts)
+        assert cached(root) == {(name, 0x303): f"{self.FOLDER}/{name}" for name in self.NAMES}
+        before = tree(root)
+        assert rootfs.prepare(str(root), self.WORK, mounts) == ()
+        assert tree(root) == before
+
+    def test_libraries_that_are_there(self, root: Path, host: Path, mounts: list[Mount]) -> None:
+        shutil.copytree(host, root / self.FOLDER[1:])
+        rootfs.prepare(str(root), self.WORK)
+        others = {"libnvidia-glcore.so.570.86.15"}
+        assert cached(root) == {(name, 0x303): f"{self.FOLDER}/{name}" for name in {*self.NAMES, *others}}
+
+    def test_where_no_link_can_be_made_they_lead_to_the_file(self, root: Path, mounts: list[Mount]) -> None:
+        with rootfs.Root(str(root)) as held:
+            data = loader.cache_without_links(held, self.WORK, loader.libraries_of(mounts))
+        entries = ldcache.parse(data).entries
+        assert {entry.name: entry.path for entry in entries} == {
+            name: f"{self.FOLDER}/{file}" for name, file in self.NAMES.items()
+        }
+
+    @pytest.mark.parametrize("text", [CUDA, "libcuda.so.1", f"{FOLDER}/libcuda.so.1"])
+    def test_links_of_an_earlier_step(self, root: Path, host: Path, text: str) -> None:
+        """As between create-symlinks and update-ldcache, which is told of no links."""
+        folder = root / self.FOLDER[1:]
+        shutil.copytree(host, folder)
+        (folder / "libcuda.so").symlink_to(text)
+        (folder / "libnvidia-glcore.so").symlink_to("/elsewhere/libnvidia-glcore.so.570.86.15")
+        (folder / "libothername.so").symlink_to(CUDA)  # to ldconfig one more libcuda.so.1
+        rootfs.prepare(str(root), RootfsWork(folders=(self.FOLDER,)))
+        names = {"libcuda.so.1", "libcuda.so", "libnvidia-glcore.so.570.86.15"}
+        assert cached(root) == {(name, 0x303): f"{self.FOLDER}/{name}" for name in names}
+
+    @pytest.mark.skipif(not shutil.which("ldconfig"), reason="no ldconfig on this machine")
+    def test_as_the_systems_ldconfig_says(self, root: Path, host: Path) -> None:
+        shutil.copytree(host, root / self.FOLDER[1:])
+        link = SymLink("libcuda.so.1", f"{self.FOLDER}/libcuda.so")
+        rootfs.prepare(str(root), RootfsWork((link,), folders=(self.FOLDER,)))
+        ours = cached(root)
+        subprocess.run(["ldconfig", "-r", str(root)], check=True, capture_output=True)
+        assert cached(root) == ours
+
+
 class TestCompat:
     FOLDER = "usr/local/cuda/compat"
 
@@ -232,6 +312,14 @@ class TestCompat:
         rootfs.prepare(str(root), work, [mount(host, "libcuda.so.570.86.15")])
         assert cached(root)[("libcuda.so.1", 0x303)] == f"/{self.FOLDER}/libcuda.so.575.57.08"
         assert (root / "etc/ld.so.conf.d/00-compat-gpulet.conf").read_text() == f"/{self.FOLDER}\n"
+
+    def test_comes_first_under_the_linkers_name_too(self, root: Path, host: Path) -> None:
+        self.image(root)
+        (root / "usr/local/cuda-12.9/compat/libcuda.so").symlink_to("libcuda.so.1")
+        link = SymLink("libcuda.so.1", f"{LIB}/libcuda.so")
+        work = RootfsWork((link,), folders=(LIB,), host_driver="535.129.03")
+        rootfs.prepare(str(root), work, [mount(host, CUDA)])
+        assert cached(root)[("libcuda.so", 0x303)] == f"/{self.FOLDER}/libcuda.so"
 
     def test_isnt_used_on_a_newer_driver_and_an_earlier_decision_is_taken_back(self, root: Path, host: Path) -> None:
         self.image(root)

@@ -115,7 +115,11 @@ class TestHooks:
         (compat / "libcuda.so.575.57.08").write_bytes(library("libcuda.so.1"))
         assert call("enable-cuda-compat", "--host-driver-version=535.129.03") == 0
         assert (root / "etc/ld.so.conf.d/00-compat-gpulet.conf").read_text() == "/usr/local/cuda/compat\n"
+        (root / "opt/lib").mkdir(parents=True)
+        (root / "opt/lib/libcuda.so.535.129.03").write_bytes(library("libcuda.so.1"))
+        assert call("create-symlinks", "--link", "libcuda.so.1::/opt/lib/libcuda.so") == 0
         assert call("update-ldcache", "--folder", "/opt/lib", "--ldconfig-path", "/sbin/ldconfig") == 0
+        assert ldcache.parse((root / "etc/ld.so.cache").read_bytes()).find("libcuda.so") == "/opt/lib/libcuda.so"
         (root / "bin").mkdir()
         (root / "bin/tool").write_text("")
         assert call("chmod", "--mode", "755", "--path", "/bin/tool", "--path", "/missing") == 0
@@ -166,6 +170,43 @@ def test_a_root_that_cant_be_written_is_a_warning(bundle: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Read-only file system" in done.stderr
     assert not (bundle / "rootfs/x").exists()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("mount", "place"),
+    [
+        ("--bind {host}/libcuda.so.1", "opt/lib/libcuda.so.1"),
+        ("--bind /dev/null", "opt/lib/libcuda.so.1"),
+        ("--bind {host}", "opt/lib/libcuda.so.1"),
+        ("--bind {host}/cache", "etc/ld.so.cache"),
+        ("--bind {host}/cache", "etc/ld.so.conf.d/00-gpulet.conf"),
+    ],
+    ids=["library", "device", "folder", "cache", "configuration"],
+)
+def test_what_somebody_mounted_over_a_place_stays_and_all_else_is_done(bundle: Path, mount: str, place: str) -> None:
+    """As where a user binds a driver's library by its soname besides asking for a GPU."""
+    host, root = bundle / "host", bundle / "rootfs"
+    for folder in (host, root / "opt/lib", root / "etc/ld.so.conf.d"):
+        folder.mkdir(parents=True)
+    (host / "libcuda.so.1").write_bytes(library("libcuda.so.1"))
+    (host / "cache").write_text("theirs")
+    driver = root / "opt/lib/libcuda.so.570.86.15"
+    driver.write_bytes(library("libcuda.so.1"))
+    (root / place).mkdir() if mount.endswith("{host}") else (root / place).touch()
+    script = (
+        f"mount --bind {driver} {driver} && mount {mount.format(host=host)} {root / place} && "
+        f'echo \'{{"bundle": "{bundle}", "pid": 0}}\' | {sys.executable} -m gpulet.launch.cdi_hook prepare '
+        "--link libcuda.so.570.86.15::/opt/lib/libcuda.so.1 --link libcuda.so.1::/opt/lib/libcuda.so --folder /opt/lib"
+    )
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"gpulet-cdi-hook: warning: /{place}: something is mounted there, and left as it is\n"
+    assert os.readlink(root / "opt/lib/libcuda.so") == "libcuda.so.1"
+    if place != "etc/ld.so.cache":
+        cache = ldcache.parse((root / "etc/ld.so.cache").read_bytes())
+        assert {entry.name for entry in cache.entries} == {"libcuda.so.1", "libcuda.so"}
+    assert (host / "cache").read_text() == "theirs"
 
 
 @pytest.mark.root

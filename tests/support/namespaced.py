@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,9 +13,11 @@ from gpulet import linux, mount_api
 
 
 @contextmanager
-def namespaced(root: Path, *, user: bool = False, proc: Path | None = None) -> Iterator[int]:
+def namespaced(
+    root: Path, *, user: bool = False, proc: Path | None = None, over: Mapping[str, Path] | None = None
+) -> Iterator[int]:
     """The pid of such a process. user: in a user namespace too, identities shifted by 100000; proc: a folder to be
-    mounted at the root's /proc."""
+    mounted at the root's /proc; over: what else is mounted there, by its place below the root."""
     ready, tell = os.pipe()
     mapped, go_on = os.pipe()
     pid = os.fork()
@@ -34,6 +36,8 @@ def namespaced(root: Path, *, user: bool = False, proc: Path | None = None) -> I
             mount_api.mount(str(root), str(root), "", mount_api.MS_BIND | mount_api.MS_REC)
             if proc is not None:
                 mount_api.mount(str(proc), f"{root}/proc", "", mount_api.MS_BIND)
+            for place, source in (over or {}).items():
+                mount_api.mount(str(source), f"{root}/{place}", "", mount_api.MS_BIND)
             os.write(tell, b".")
             signal.pause()
         finally:

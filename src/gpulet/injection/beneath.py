@@ -40,6 +40,9 @@ class Root:
     What is made belongs to the root folder's own owner, which is the container's root where user identities are
     shifted. `done` lists in words what was changed; leaving a `with` block by an error takes all of it back. Such
     blocks on one root wait for each other: what one finds there already, no other will take back.
+
+    `left` lists the paths that were to be written and have a mount over them. What somebody mounted there serves that
+    name already, and stays theirs.
     """
 
     def __init__(self, path: str, fd: int = -1) -> None:
@@ -52,6 +55,7 @@ class Root:
         self.owner = (own.st_uid, own.st_gid)
         self._ours = self.owner == (os.geteuid(), os.getegid())
         self.done: list[str] = []
+        self.left: list[str] = []
         self._folders: dict[str, int] = {"/": self.fd}
         self._spare: list[int] = []  # no longer looked up, yet needed to undo
         self._inverse: list[Callable[[], None]] = []
@@ -98,7 +102,7 @@ class Root:
         while self._inverse:
             try:
                 self._inverse.pop()()
-            except OSError:
+            except (OSError, StepFailed):
                 pass
         self.done.clear()
 
@@ -150,6 +154,10 @@ class Root:
             raise StepFailed("read", path, reason=f"more than {LIMIT} bytes")
         return data
 
+    def covered(self, path: str) -> bool:
+        """Whether a mount lies over path itself."""
+        return _covered(*self.split(path))
+
     def names(self, path: str) -> list[str]:
         """The names in a folder, sorted; none where it isn't there."""
         try:
@@ -180,7 +188,7 @@ class Root:
                 raise failed("open folder", path, error) from error
         head, _, name = path.rpartition("/")
         parent = self.folder(head)
-        text = _link_text(parent, name)
+        text = link_text(parent, name)
         if text is not None:  # a link to what isn't there, such as /var/run in a bare image: make what it names
             return self._open_or_make(text if text.startswith("/") else f"{head}/{text}", links + 1)
         try:
@@ -215,47 +223,63 @@ class Root:
         """Puts a link with the text target at path, in one moment, in place of a link or file there.
 
         Answers whether anything changed: not where the same link is there already, nor where a file is and
-        replace_file is false.
+        replace_file is false, nor where a mount is (see `left`).
         """
-        parent, name = self.split(path)
-        try:
-            self._make_link(parent, name, target)
-        except FileExistsError:
-            restore = self._replace(parent, name, path, target, replace_file)
-        except OSError as error:
-            raise failed("write", path, error) from error
-        else:
-            restore = lambda: os.unlink(name, dir_fd=parent)  # noqa: E731
-        if restore is None:
-            return False
-        self.record(f"link {path} -> {target}", restore)
-        return True
+
+        def change(parent: int, name: str) -> Callable[[], None] | None:
+            try:
+                self._make_link(parent, name, target)
+            except FileExistsError:
+                return self._replace(parent, name, path, target, replace_file)
+            except OSError as error:
+                raise failed("write", path, error) from error
+            return lambda: os.unlink(name, dir_fd=parent)
+
+        return self._change(path, f"link {path} -> {target}", change)
 
     def _replace(self, parent: int, name: str, path: str, target: str, replace_file: bool) -> Callable[[], None] | None:
         """Puts a link in place of what is there; answers how to undo that, None where nothing was to be changed."""
-        before = self._before(parent, name)
-        if _link_text(parent, name) == target or (before == "file" and not replace_file):
+        before = self._before(parent, name, path)
+        if link_text(parent, name) == target or (before == "file" and not replace_file):
             return None
-        restore = self._restorer(parent, name, before)
+        restore = self._restorer(parent, name, path, before)
         self._swap_in(parent, name, path, lambda aside: self._make_link(parent, aside, target))
         return restore
 
     def write(self, path: str, data: bytes, mode: int = 0o644) -> bool:
-        """Puts a file at path, in one moment. Answers whether anything changed."""
+        """Puts a file at path, in one moment. Answers whether anything changed: not where a mount is (see `left`)."""
+
+        def change(parent: int, name: str) -> Callable[[], None] | None:
+            before = self._before(parent, name, path)
+            old = _content(parent, name) if before == "file" else b""
+            if before == "file" and old == data:
+                return None
+            restore = self._restorer(parent, name, path, before, old)
+            self._swap_in(parent, name, path, lambda aside: self._make_file(parent, aside, data, mode))
+            return restore
+
+        return self._change(path, f"write {path}", change)
+
+    def _change(self, path: str, what: str, change: Callable[[int, str], Callable[[], None] | None]) -> bool:
+        """Has one thing changed at path's last name, and notes it. change: answers how it is taken back, None where
+        nothing was to be changed."""
         parent, name = self.split(path)
-        before = self._before(parent, name)
-        old = _content(parent, name) if before == "file" else b""
-        if before == "file" and old == data:
+        try:
+            restore = change(parent, name)
+        except StepFailed:
+            if not _covered(parent, name):  # asked only now: it hardly ever is
+                raise
+            self.left.append(path)
             return False
-        restore = self._restorer(parent, name, before, old)
-        self._swap_in(parent, name, path, lambda aside: self._make_file(parent, aside, data, mode))
-        self.record(f"write {path}", restore)
+        if restore is None:
+            return False
+        self.record(what, restore)
         return True
 
     def keep(self, path: str, what: str) -> None:
         """Notes how to put a file back that another program is about to write; what: the change in words."""
         parent, name = self.split(path)
-        self.record(what, self._restorer(parent, name, self._before(parent, name)))
+        self.record(what, self._restorer(parent, name, path, self._before(parent, name, path)))
 
     def place(self, path: str, directory: bool) -> int:
         """A descriptor of the file or folder that a mount shall cover, made empty where missing. The caller closes it.
@@ -266,7 +290,7 @@ class Root:
             return os.dup(self.folder(path))
         for _ in range(linux.MAX_LINKS):
             parent, name = self.split(path)
-            text = _link_text(parent, name)
+            text = link_text(parent, name)
             if text is None:
                 return self._open_or_create(parent, name, path)
             path = text if text.startswith("/") else f"{path.rstrip('/').rpartition('/')[0]}/{text}"
@@ -339,36 +363,59 @@ class Root:
         finally:
             os.close(fd)
 
-    def _before(self, parent: int, name: str) -> str:
+    def _before(self, parent: int, name: str, path: str) -> str:
+        """What is to be replaced at path: a "link", a "file", or "" for nothing."""
         try:
             kind = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
         except FileNotFoundError:
             return ""
         except OSError as error:
-            raise failed("look at", name, error) from error
+            raise failed("look at", path, error) from error
         if stat.S_ISLNK(kind):
             return "link"
         if stat.S_ISREG(kind):
             return "file"
-        raise StepFailed("write", name, EEXIST, "a folder, device or pipe is there", "remove it from the image")
+        raise StepFailed("write", path, EEXIST, "a folder, device or pipe is there", "remove it from the image")
 
-    def _restorer(self, parent: int, name: str, before: str, old: bytes | None = None) -> Callable[[], None]:
+    def _restorer(self, parent: int, name: str, path: str, before: str, old: bytes | None = None) -> Callable[[], None]:
         """What puts the last name back as it is now. old: a file's content, where it was just read."""
         if before == "link":
             text = os.readlink(name, dir_fd=parent)
-            return lambda: self._swap_in(parent, name, name, lambda aside: self._make_link(parent, aside, text))
+            return lambda: self._swap_in(parent, name, path, lambda aside: self._make_link(parent, aside, text))
         if before == "file":
             mode = stat.S_IMODE(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
             data = _content(parent, name) if old is None else old
-            return lambda: self._swap_in(parent, name, name, lambda aside: self._make_file(parent, aside, data, mode))
+            return lambda: self._swap_in(parent, name, path, lambda aside: self._make_file(parent, aside, data, mode))
         return lambda: os.unlink(name, dir_fd=parent)
 
 
-def _link_text(parent: int, name: str) -> str | None:
+def link_text(parent: int, name: str) -> str | None:
+    """The text of a link, None where there is none."""
     try:
         return os.readlink(name, dir_fd=parent)
     except OSError:
         return None
+
+
+def _covered(parent: int, name: str) -> bool:
+    """Whether a mount lies over the last name: it is of another mount than its folder then."""
+    try:
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    except OSError:
+        return False
+    try:
+        return _mount_id(fd) != _mount_id(parent)
+    finally:
+        os.close(fd)
+
+
+def _mount_id(fd: int) -> bytes:
+    """Which mount an open file is of (proc_pid_fdinfo(5)); no path tells it of a bind mount of its own file system."""
+    try:
+        with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
+            return next((line for line in file if line.startswith(b"mnt_id:")), b"")
+    except OSError:
+        return b""
 
 
 def _content(parent: int, name: str) -> bytes:

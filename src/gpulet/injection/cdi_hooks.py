@@ -6,8 +6,6 @@ programs in launch/.
 
 from __future__ import annotations
 
-import os
-
 from gpulet.injection.model import Hook, Injection, RootfsWork, SymLink
 
 TYPE_CHECKING = False
@@ -78,13 +76,6 @@ def _options(words: Sequence[str], known: Mapping[str, bool]) -> list[tuple[str,
     return found
 
 
-def leads_to(link: SymLink) -> str:
-    """The path that a link ends at, by its text."""
-    if link.target.startswith("/"):
-        return os.path.normpath(link.target)
-    return os.path.normpath(f"{link.path.rpartition('/')[0]}/{link.target}")
-
-
 def _pairs(options: Sequence[tuple[str, str]], wanted: str) -> list[SymLink] | None:
     """The TARGET::LINK values of an option, None where one has another form."""
     pairs = [value.split("::") for name, value in options if name == wanted]
@@ -119,7 +110,7 @@ def understand(
     said = dict(options)
     profile = command == "update-application-profile" or "application-profile" in said
     return RootfsWork(
-        (*links, *(link for link in beside if leads_to(link) in present)),
+        (*links, *(link for link in beside if link.leads_to() in present)),
         tuple(value for name, value in options if name == "folder"),
         said.get("host-driver-version", ""),
         said.get("host-cuda-version", ""),

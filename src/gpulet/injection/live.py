@@ -161,7 +161,7 @@ def _in_container(
         rootfs.carry_out(root, injection.rootfs, sources.libraries, program)
         for tree in seals:
             _seal(tree)
-        return tuple(root.done)
+        return (*root.done, *(f"leave {path}: something is mounted there" for path in root.left))
 
 
 def _loader_program(root: Root, program: Program, pivot: bool) -> Callable[[Sequence[str]], bool]:

@@ -8,7 +8,7 @@ import os
 import stat
 
 from gpulet import linux
-from gpulet.injection.beneath import Root, failed
+from gpulet.injection.beneath import Root, failed, link_text
 from gpulet.node import ldcache
 
 TYPE_CHECKING = False
@@ -61,42 +61,53 @@ def update(
     first: the folder that goes before all others, "" for none; ldconfig: see rootfs.carry_out.
     """
     folders = work.folders
-    entries = []
+    libraries = libraries or [item for folder in folders for item in _lying_in(root, folder)]
     linked = {link.path for link in work.links}
-    for item in libraries or [item for folder in folders for item in _lying_in(root, folder)]:
+    for item in libraries:
         path = f"{item.folder}/{item.soname}"
         if item.soname != item.name and path not in linked:  # as ldconfig does; and as it, leave a real file alone
             root.symlink(item.name, path, replace_file=False)
-        entries.append(ldcache.Entry(item.soname, path, item.flags))
-    if first:
-        above = [ldcache.Entry(i.soname, f"{i.folder}/{i.name}", i.flags) for i in _lying_in(root, first)]
-        entries = above + entries
     musl = [name for name in root.names("/lib") if name.startswith("ld-musl-") and name.endswith(".so.1")]
     for name in musl:
         _write_musl_path(root, name.removesuffix(".so.1"), folders)
     if musl and not root.exists(CACHE):
         return  # musl has no cache
     _write_conf(root, folders, first)
-    if ldconfig is None or not ldconfig([first, *folders] if first else folders):
-        _write_cache(root, entries)
+    # Nobody's program can write where a mount lies; our way leaves it, and says so.
+    if ldconfig is None or root.covered(CACHE) or not ldconfig([first, *folders] if first else folders):
+        root.write(CACHE, _merged(root, _entries(root, work, first, libraries, linked=True)))
 
 
 def cache_without_links(root: Root, work: RootfsWork, libraries: Sequence[Library]) -> bytes:
     """The loader's cache for a root in which no link can be made: each name leads to the library's own file."""
-    files = {f"{item.folder}/{item.name}": item for item in libraries}
-    texts = {link.path: os.path.normpath(f"{os.path.dirname(link.path)}/{link.target}") for link in work.links}
-    entries = {(item.soname, item.flags): path for path, item in files.items()}
-    for path in texts:
-        end, hops = path, 0
-        while end in texts and end not in files and hops < linux.MAX_LINKS:
-            end, hops = texts[end], hops + 1
-        folder, _, name = path.rpartition("/")
-        if end in files and folder in work.folders:
-            entries.setdefault((name, files[end].flags), end)
-    first = compat_folder(root, work)
+    return _merged(root, _entries(root, work, compat_folder(root, work), libraries, linked=False))
+
+
+def _entries(
+    root: Root, work: RootfsWork, first: str, libraries: Sequence[Library], *, linked: bool
+) -> list[ldcache.Entry]:
+    """What the cache is to say: what lies in the folder `first`; each library by its soname; each link in a library
+    folder that leads to one of them, by the link's own name, such as libcuda.so.
+
+    linked: those links are there, and names lead to them, as ldconfig has it; else to the library's own file.
+    """
     above = _lying_in(root, first) if first else ()
+    files = {f"{item.folder}/{item.soname}": item for item in libraries}
+    files |= {f"{item.folder}/{item.name}": item for item in libraries}
+    paths: dict[tuple[str, int], str] = {}  # of one name and kind the first counts
+    for item in libraries:
+        paths.setdefault((item.soname, item.flags), f"{item.folder}/{item.soname if linked else item.name}")
+    ends = {link.path: link.leads_to() for link in work.links}
+    for path in ends:
+        folder, _, name = path.rpartition("/")
+        end, hops = path, 0
+        while end in ends and end not in files and hops < linux.MAX_LINKS:
+            end, hops = ends[end], hops + 1
+        if end in files and folder in work.folders:
+            item = files[end]
+            paths.setdefault((name, item.flags), path if linked else f"{item.folder}/{item.name}")
     found = [ldcache.Entry(item.soname, f"{item.folder}/{item.name}", item.flags) for item in above]
-    return _merged(root, found + [ldcache.Entry(name, path, flags) for (name, flags), path in entries.items()])
+    return found + [ldcache.Entry(name, path, flags) for (name, flags), path in paths.items()]
 
 
 def libraries_of(mounts: Iterable[Mount]) -> list[Library]:
@@ -154,12 +165,14 @@ def _mounted_in(root: Root, folder: str) -> set[str]:
 
 
 def _lying_in(root: Root, folder: str) -> Iterator[Library]:
-    """What ldconfig would take from a folder: of the files with one soname, the one with the highest name."""
+    """What ldconfig would take from a folder: of the files with one soname, the one with the highest name; and the
+    links for the linker, libfoo.so, that lead to one."""
     from gpulet.node.elf import Elf, Malformed
 
     best: dict[tuple[str, int], str] = {}
     mounted = _mounted_in(root, folder)
-    for name in root.names(folder)[:MOST_LIBRARIES]:
+    names = root.names(folder)[:MOST_LIBRARIES]
+    for name in names:
         if mounted and name not in mounted:
             continue
         if not (name.startswith("lib") and (name.endswith(".so") or ".so." in name)):
@@ -176,12 +189,16 @@ def _lying_in(root: Root, folder: str) -> Iterator[Library]:
             os.close(fd)
         if key[1] and (key not in best or ldcache.name_key(name) > ldcache.name_key(best[key])):
             best[key] = name
+    folder = folder.rstrip("/")
+    files = {soname: (soname, flags) for soname, flags in best} | {name: key for key, name in best.items()}
     for (soname, flags), name in best.items():
-        yield Library(folder.rstrip("/"), name, soname, flags)
-
-
-def _write_cache(root: Root, entries: list[ldcache.Entry]) -> None:
-    root.write(CACHE, _merged(root, entries))
+        yield Library(folder, name, soname, flags)
+    for name in names if files else ():
+        if name.endswith(".so") and name not in files:
+            text = link_text(root.folder(folder), name) or ""
+            soname, flags = files.get(text.removeprefix(f"{folder}/"), ("", 0))
+            if soname.startswith(name):  # ldconfig takes others for one more file of that soname
+                yield Library(folder, name, name, flags)
 
 
 def _merged(root: Root, entries: list[ldcache.Entry]) -> bytes:

@@ -6,6 +6,8 @@ Paths named `path` or `target` are as the container sees them; `source` and `hos
 
 from __future__ import annotations
 
+import os
+
 from gpulet.value import Value
 
 
@@ -41,6 +43,12 @@ class SymLink(Value):
     target: str
     path: str
     why: str = ""
+
+    def leads_to(self) -> str:
+        """The path that the link ends at, by its text."""
+        if self.target.startswith("/"):
+            return os.path.normpath(self.target)
+        return os.path.normpath(f"{self.path.rpartition('/')[0]}/{self.target}")
 
 
 class Hook(Value):

@@ -112,11 +112,10 @@ def run(hook: str, options: Options, root: str) -> None:
     """Does a hook's work in the container whose root file system is the folder `root`."""
     from gpulet.injection import frozen, rootfs
     from gpulet.injection.beneath import Root
-    from gpulet.injection.cdi_hooks import leads_to
 
     work = work_of(options)
     with Root(root) as held:
-        present = tuple(link for link in work.device_links if held.exists(leads_to(link)))
+        present = tuple(link for link in work.device_links if held.exists(link.leads_to()))
         work = work.replace(links=work.links + present, device_links=())
         _unless_read_only(lambda: rootfs.carry_out(held, work))
         if hook == "update-application-profile" or options.on("application-profile"):
@@ -129,6 +128,8 @@ def run(hook: str, options: Options, root: str) -> None:
             params = frozen.params()
             if params is not None:
                 frozen.cover(held, params)
+        for path in held.left:
+            _warn(f"{path}: something is mounted there, and left as it is")
         if options.on("debug"):
             for line in held.done:
                 print(line, file=sys.stderr)
