@@ -261,6 +261,14 @@ def test_nodes_not_open_to_all_bring_their_group() -> None:
     assert make("0").gids == ()
 
 
+def test_a_group_that_our_own_user_namespace_hides_is_none() -> None:
+    hidden = CharDevice("/dev/nvidia4", "/drv/dev/nvidia4", 195, 4, 0o660, 65534, 65534)
+    request = Request("environment", ("0",), capabilities=("utility",))
+    made = build.build(FACTS.replace(nodes=(*FACTS.nodes, hidden)), FILES, request)
+    assert [node.mode for node in made.devices if node.path == hidden.path] == [0o660]
+    assert made.gids == ()
+
+
 def test_the_layout_moves_libraries_binaries_and_links() -> None:
     request = Request("environment", ("0",), capabilities=("all",))
     injection = build.build(FACTS, FILES, request, layout=Layout("/usr/lib64", "/usr/lib32", "/opt/bin"))
@@ -270,14 +278,6 @@ def test_the_layout_moves_libraries_binaries_and_links() -> None:
     assert {"/usr/lib64/libcuda.so.1", "/usr/lib32/libcuda.so.1"} <= {link.path for link in injection.rootfs.links}
     assert injection.rootfs.folders == ("/usr/lib64", "/usr/lib32")
     assert dict(injection.env)["NVIDIA_CTK_LIBCUDA_DIR"] == "/usr/lib64"
-def test_a_group_that_our_own_user_namespace_hides_is_none() -> None:
-    hidden = CharDevice("/dev/nvidia4", "/drv/dev/nvidia4", 195, 4, 0o660, 65534, 65534)
-    request = Request("environment", ("0",), capabilities=("utility",))
-    made = build.build(FACTS.replace(nodes=(*FACTS.nodes, hidden)), FILES, request)
-    assert [node.mode for node in made.devices if node.path == hidden.path] == [0o660]
-    assert made.gids == ()
-
-
 
 
 def test_imex_channels() -> None:

@@ -190,8 +190,8 @@ def _show_plan(console: Console, bundle: Bundle, plan: Plan) -> None:
     for entry in (plan.config.get("process") or {}).get("env") or ():
         if entry not in before:
             _item(console, "env", entry, "")
-    for gid in injection.gids:
     inside = oci.seen_inside(bundle.config, injection.gids)
+    for gid in injection.gids:
         if gid in inside:
             _item(console, "group", str(inside[gid]), "opens a device node")
         else:
