@@ -141,6 +141,15 @@ def test_what_names_nothing_or_several_is_refused_with_what_there_is(name: str) 
         build.select(FACTS, ["0", name])
 
 
+@pytest.mark.parametrize("name", ["7", "GPU-zzzz", "0000:99:00.0"])
+def test_gpus_of_the_machine_that_this_node_was_not_given_are_told_of(name: str) -> None:
+    facts = FACTS.replace(withheld=("00000000:99:00.0",) * 3, dev_root="/run/driver", lost=())
+    with pytest.raises(
+        UnknownDevice, match=f"{name}', and other GPUs of this machine .3. have no node in /run/driver/dev "
+    ):
+        build.select(facts, [name])
+
+
 def test_a_lost_gpu_is_refused_with_its_reason() -> None:
     with pytest.raises(UnknownDevice, match="'7', GPU is lost"):
         build.select(FACTS, ["7"])

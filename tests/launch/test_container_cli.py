@@ -135,6 +135,18 @@ def test_an_unknown_device_is_named_and_the_known_ones_shown(cli, name: str) -> 
     assert err.startswith(f"nvidia-container-cli: device error: {name}: unknown device (one of 0 ({uuid(0)})")
 
 
+def test_a_node_that_is_a_container_has_the_gpus_that_it_was_given(cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    root = cli_node.lay(tmp_path / "root")
+    for index in (0, 1, 2, 3, 4, 6):
+        (root / GPUS[index][1:]).unlink()
+    for ids, nodes in {"all": (5, 7), "0": (5,), "1": (7,), uuid(7): (7,), "0:6:0": (5,)}.items():
+        assert cli(f"list --device={ids}", root=str(root)) == (0, (*CONTROL, *(GPUS[i] for i in nodes)), ""), ids
+    for name in ("2", uuid(0), "0:1:0"):
+        known = f"0 ({uuid(5)}), 1 ({uuid(7)})"
+        message = f"nvidia-container-cli: device error: {name}: unknown device (one of {known})"
+        assert cli(f"list --device={name}", root=str(root)) == (1, (), message)
+
+
 def test_a_bad_loader_cache(cli, node: Path) -> None:  # type: ignore[no-untyped-def]
     code, _, err = cli("--ldcache=/nope list -l")
     message = f"detection error: open failed: {node}/nope: no such file or directory"

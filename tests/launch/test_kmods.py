@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpulet.launch import kmods
-from gpulet.node import procfs
+from gpulet.node import devices, procfs
 from support import cli_node
 
 pytestmark = pytest.mark.root
@@ -25,12 +25,19 @@ def node(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.fixture
+def own_dev(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine of its own: its /dev is the kernel's."""
+    monkeypatch.setattr(devices, "on_devtmpfs", lambda _: True)
+
+
 def number(path: Path) -> tuple[int, int]:
     info = path.stat()
     assert stat.S_ISCHR(info.st_mode)
     return os.major(info.st_rdev), os.minor(info.st_rdev)
 
 
+@pytest.mark.usefixtures("own_dev")
 def test_what_is_missing_or_wrong_is_made(node: Path) -> None:
     (node / "dev/nvidia3").unlink()
     (node / "dev/nvidia-uvm").unlink()
@@ -49,6 +56,19 @@ def test_what_is_missing_or_wrong_is_made(node: Path) -> None:
     assert len(told) == 4
 
 
+def test_a_node_that_is_a_container_gives_itself_no_gpu_that_it_was_not_given(node: Path) -> None:
+    for index in (0, 1, 2, 3, 4, 6, 7):
+        (node / f"dev/nvidia{index}").unlink()
+    (node / "dev/nvidiactl").unlink()
+    facts = kmods.prepare(str(node), procfs.facts(str(node)), (), lambda _: None)
+    assert facts is not None
+    assert [gpu.minor for gpu in facts.gpus] == [5]
+    assert sorted(path.name for path in (node / "dev").glob("nvidia[0-9c]*")) == ["nvidia5", "nvidiactl"]
+    facts = kmods.prepare(str(node), procfs.facts(str(node), every=True), (), lambda _: None, every=True)
+    assert facts is not None
+    assert len(facts.gpus) == 8, "whoever makes nodes by command decides"
+
+
 def test_a_whole_node_is_left_alone(node: Path) -> None:
     before = {path.name: path.lstat() for path in (node / "dev").iterdir()}
     facts = procfs.facts(str(node))
@@ -56,6 +76,7 @@ def test_a_whole_node_is_left_alone(node: Path) -> None:
     assert {path.name: path.lstat() for path in (node / "dev").iterdir()} == before
 
 
+@pytest.mark.usefixtures("own_dev")
 def test_the_drivers_own_parameters_count(node: Path) -> None:
     (node / "dev/nvidia3").unlink()
     params = node / "proc/driver/nvidia/params"

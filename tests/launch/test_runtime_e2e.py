@@ -89,6 +89,18 @@ def test_every_kind_of_image_sees_its_gpus(started: Started, libc: str) -> None:
     assert mounts() == before
 
 
+@pytest.mark.parametrize(("asked", "seen"), [("all", (2, 5)), ("1", (5,)), ("0", (2,))])
+def test_on_a_node_that_is_a_container_there_are_the_gpus_that_it_was_given(
+    tmp_path: Path, asked: str, seen: tuple[int, ...]
+) -> None:
+    nested = sim.create(tmp_path / "n", "h100x8")
+    for gpu in nested.gpus:
+        if gpu.index not in (2, 5):
+            (nested.root / f"dev/nvidia{gpu.minor}").unlink()
+    started = Started(tmp_path / "b", nested)
+    started.check(started.run(config(PROBE), f"{V}={asked}"), *seen)
+
+
 def test_a_root_that_is_read_only_in_the_container(started: Started) -> None:
     seen = started.run(config(PROBE, root={"path": "rootfs", "readonly": True}), f"{V}=2")
     started.check(seen, 2)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gpulet import linux, mount_api
 from gpulet import settings as settings_file
 from gpulet.launch import memory, sources
 from gpulet.launch.memory import Memory
@@ -131,6 +133,43 @@ def test_a_change_of_the_node_is_noticed(
     settings = settings_file.load(str(machine.config_file), {})
     request = Request("environment", ("0",), capabilities=("compute", "utility"))
     assert Memory(request, "jit-cdi", settings).recall().found is None
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("first", ["file", "node"])
+def test_a_node_that_is_mounted_over_a_file_or_no_longer_is_noticed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """As the nodes of a container come and go, and /dev's own time doesn't tell: GPU 1 is 0 without the other."""
+    let_age(machine, monkeypatch)
+    node = machine.root / "dev/nvidia0"
+    node.rename(machine.folder / "real")
+    node.touch()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            linux.unshare(linux.CLONE_NEWNS)
+            mount_api.mount("none", "/", "", mount_api.MS_REC | mount_api.MS_PRIVATE)
+            if first == "node":
+                mount_api.mount(str(machine.folder / "real"), str(node), "", mount_api.MS_BIND)
+            before = _gpus(answer(machine, "0"), answer(machine, "0"))
+            if first == "node":
+                subprocess.run(["umount", str(node)], check=True)
+            else:
+                mount_api.mount(str(machine.folder / "real"), str(node), "", mount_api.MS_BIND)
+            after = _gpus(answer(machine, "0"), answer(machine, "0"))
+            code = int([before, after] != ([[0], [1]] if first == "node" else [[1], [0]]))
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def _gpus(first: Memory, second: Memory) -> list[int]:
+    """The minors of the GPUs in an answer that was worked out, and then remembered."""
+    assert first.found is None
+    assert second.found is not None
+    return [node.minor for node in second.found.devices if node.path.removeprefix("/dev/nvidia").isdigit()]
 
 
 @pytest.mark.root

@@ -12,7 +12,7 @@ from gpulet.errors import NvmlError
 from gpulet.injection import build
 from gpulet.node import nvml, nvml_errors, procfs
 from gpulet.node.nvml_mig import profile_name
-from gpulet.sim import inject, node
+from gpulet.sim import inject, node, nvmlfile
 from support import driver_tree as tree
 
 pytestmark = pytest.mark.root  # the stand-in lists a GPU only where its node is
@@ -41,6 +41,24 @@ def test_facts_are_the_descriptions_and_procfs_agrees(tmp_path: Path, profile: s
     assert (asked.majors, asked.imex, asked.nodes) == (read.majors, read.imex, read.nodes)
     assert all(g.memory > 2**33 and "." in g.arch and g.brand for g in asked.gpus)
     assert not asked.lost
+
+
+@pytest.mark.parametrize("kept", [(5,), (7, 2), (0, 1, 3, 4, 5, 6, 7)])
+def test_procfs_counts_as_nvml_does_on_a_node_that_is_a_container(tmp_path: Path, kept: tuple[int, ...]) -> None:
+    made = node.create(tmp_path / "n", "h100x8", mig=["gpu5: 3g.40gb x2", "gpu7: 1g.10gb x2"])
+    for gpu in made.gpus:
+        if gpu.index not in kept:
+            (made.root / f"dev/nvidia{gpu.minor}").unlink()
+    gone = made.gpus[5].mig[0]
+    (made.root / f"dev/nvidia-caps/nvidia-cap{nvmlfile.gi_cap(made.gpus[5].minor, gone.gi)}").unlink()
+    asked, read = nvml.facts(str(made.root)), procfs.facts(str(made.root))
+    assert [(gpu.index, gpu.minor, gpu.uuid) for gpu in asked.gpus] == [
+        (gpu.index, gpu.minor, gpu.uuid) for gpu in read.gpus
+    ]
+    assert [gpu.index for gpu in read.gpus] == list(range(len(kept)))
+    assert [(mig.gpu, mig.gi, mig.ci) for gpu in asked.gpus for mig in gpu.mig] == [
+        (mig.gpu, mig.gi, mig.ci) for gpu in read.gpus for mig in gpu.mig
+    ]
 
 
 def test_links_through_a_switch_and_in_a_mesh(tmp_path: Path) -> None:

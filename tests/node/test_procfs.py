@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,87 @@ def test_nodes_are_as_they_are_on_disk(tmp_path: Path) -> None:
     assert found["/dev/nvidia1"].host_path == f"{tmp_path}/dev/nvidia1"
     assert "/dev/nvidia7" not in found
     assert procfs.facts(str(tmp_path), str(tmp_path / "other")).imex == (0, 2047)
+
+
+BUSES = [("0000:19:00.0", 3), ("0000:1a:00.0", 0), ("0000:65:00.0", 1), ("0001:01:00.0", 2)]
+
+
+def minors(root: Path, dev_root: str = "", *, every: bool = False) -> list[tuple[int, int]]:
+    """(index, minor) of the GPUs that count."""
+    return [(gpu.index, gpu.minor) for gpu in procfs.facts(str(root), dev_root, every=every).gpus]
+
+
+@pytest.mark.root
+def test_only_gpus_with_a_node_count_where_some_have_one_and_indices_close_up(tmp_path: Path) -> None:
+    tree.proc(tmp_path, BUSES)
+    tree.nodes(tmp_path, [0, 2])
+    assert minors(tmp_path) == [(0, 0), (1, 2)]
+    assert procfs.facts(str(tmp_path)).withheld == ("00000000:19:00.0", "00000000:65:00.0")
+    assert minors(tmp_path, every=True) == [(0, 3), (1, 0), (2, 1), (3, 2)]
+    tree.nodes(tmp_path / "other", [3])
+    assert minors(tmp_path, str(tmp_path / "other")) == [(0, 3)]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("there", [(), (0, 1, 2, 3), (7,)], ids=["none", "all", "others"])
+def test_where_no_gpu_has_a_node_and_where_each_has_one_all_count(tmp_path: Path, there: tuple[int, ...]) -> None:
+    tree.proc(tmp_path, BUSES)
+    tree.nodes(tmp_path, there)
+    assert minors(tmp_path) == [(0, 3), (1, 0), (2, 1), (3, 2)]
+    assert procfs.facts(str(tmp_path)).withheld == ()
+
+
+@pytest.mark.root
+def test_in_the_kernels_own_dev_a_missing_node_is_yet_to_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree.proc(tmp_path, BUSES)
+    tree.nodes(tmp_path, [0])
+    monkeypatch.setattr(devices, "on_devtmpfs", lambda folder: folder == f"{tmp_path}/dev")
+    assert minors(tmp_path) == [(0, 3), (1, 0), (2, 1), (3, 2)]
+
+
+@pytest.mark.root
+def test_the_kernels_own_dev_is_known_wherever_it_is_mounted(tmp_path: Path) -> None:
+    dev, plain = tmp_path / "dev", tmp_path / "plain"
+    for folder in (dev, plain):
+        folder.mkdir()
+    code = (
+        "import sys; from gpulet.node.devices import on_devtmpfs; print(*(on_devtmpfs(path) for path in sys.argv[1:]))"
+    )
+    # a container has a file system of its own there, with single nodes of the kernel's in it
+    script = (
+        'mount -t devtmpfs devtmpfs "$1" && mount -t tmpfs tmpfs "$2" && touch "$2/null"'
+        ' && mount -B "$1/null" "$2/null" && exec "$3" -c "$4" "$1" "$2" "$1/gone"'
+    )
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-ec", script, "sh", str(dev), str(plain), sys.executable, code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if "mount" in done.stderr:
+        pytest.skip(done.stderr)
+    assert (done.stdout, done.stderr) == ("True False False\n", "")
+
+
+@pytest.mark.root
+def test_mig_devices_whose_capability_nodes_are_missing_do_not_count_where_others_have_theirs(tmp_path: Path) -> None:
+    tree.proc(tmp_path, [("0000:19:00.0", 4)])
+    tree.mig(tmp_path, 4, [(1, 0), (2, 0)], first=30)
+    tree.nodes(tmp_path, [4])
+    (gpu,) = procfs.facts(str(tmp_path)).gpus
+    assert [mig.gi for mig in gpu.mig] == [1, 2]
+    (tmp_path / devices.CAPS_FOLDER[1:]).mkdir()
+    for minor in (30, 32, 33):
+        os.mknod(
+            tmp_path / f"{devices.CAPS_FOLDER[1:]}/nvidia-cap{minor}", 0o020444, os.makedev(tree.CAPS_MAJOR, minor)
+        )
+    (gpu,) = procfs.facts(str(tmp_path)).gpus
+    assert [mig.gi for mig in gpu.mig] == [2]
+    (gpu,) = procfs.facts(str(tmp_path), every=True).gpus
+    assert [mig.gi for mig in gpu.mig] == [1, 2]
 
 
 def test_dev_root_is_the_machines_where_the_driver_root_has_no_dev(tmp_path: Path) -> None:

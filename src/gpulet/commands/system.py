@@ -63,7 +63,7 @@ def create_dev_char_symlinks(
 ) -> None:
     """Make /dev/char/MAJOR:MINOR links to NVIDIA's nodes, which runc needs under systemd (runc issue 3708)."""
     if (load_kernel_modules or create_device_nodes) and not dry_run:
-        kmods.prepare(driver_root, _facts(driver_root), (), lambda line: typer.echo(line, err=True))
+        kmods.prepare(driver_root, _facts(driver_root), (), lambda line: typer.echo(line, err=True), every=True)
     wanted = dict(existing(driver_root))
     if create_all:
         facts = _facts(driver_root)
@@ -99,7 +99,7 @@ def create_device_nodes(
         for path, major, minor in kmods.missing_nodes(facts, ()):
             typer.echo(f"mknod --mode=0666 {below(devices.choose_dev_root(driver_root), path)} c {major} {minor}")
         return
-    after = kmods.prepare(driver_root, facts, (), typer.echo)
+    after = kmods.prepare(driver_root, facts, (), typer.echo, every=True)
     if after is None:
         raise NodeError("no NVIDIA devices found", seen=f"no driver beneath {driver_root}", remedy="install the driver")
 
@@ -135,6 +135,6 @@ def link(folder: Path, number: tuple[int, int], target: str, dry_run: bool) -> C
 
 def _facts(root: str) -> NodeFacts | None:
     try:
-        return procfs.facts(root)
+        return procfs.facts(root, every=True)  # who makes nodes decides which this node is to have
     except NodeError:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpulet.errors import UnknownDevice
 from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
+from gpulet.node.paths import below
 from gpulet.node.procfs import nvml_bus_id
 from gpulet.value import Value
 
@@ -43,6 +44,8 @@ def _pci_address(text: str) -> str:
 def _unknown(facts: NodeFacts, name: str, why: str = "") -> UnknownDevice:
     there = [f"{gpu.index} ({gpu.uuid or gpu.bus_id})" for gpu in facts.gpus]
     there += [f"{mig.gpu}:{mig.slot} ({mig.uuid})" for mig in _migs(facts) if mig.slot >= 0]
+    if facts.withheld and not why:
+        why = f"and other GPUs of this machine ({len(facts.withheld)}) have no node in {below(facts.dev_root, '/dev')}"
     there += [f"lost: {lost.index} ({lost.reason})" for lost in facts.lost]
     return UnknownDevice(
         "unknown device",

@@ -28,23 +28,26 @@ NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor; the class of display controlle
 WHOLE = 4294967295  # identities that a machine's own user namespace maps
 
 
-def prepare(root: str, facts: NodeFacts | None, channels: Iterable[str], tell: Tell) -> NodeFacts | None:
+def prepare(
+    root: str, facts: NodeFacts | None, channels: Iterable[str], tell: Tell, *, every: bool = False
+) -> NodeFacts | None:
     """Loads and makes what is missing. Answers new facts where anything changed, else `facts`.
 
-    facts: from procfs, None where the driver isn't loaded; channels: IMEX channels whose nodes are wanted too.
+    facts: from procfs, None where the driver isn't loaded; channels: IMEX channels whose nodes are wanted too;
+    every: as for procfs.facts. Without, a node that is itself a container gives itself no GPU that it wasn't given.
     """
     if in_user_namespace():
         return facts
     loaded = [load(root, name, tell) for name in _missing_modules(root, facts)]
     if any(loaded):
-        facts = _look(root)
+        facts = _look(root, every)
     made = [make(root, *node, _parameters(root), tell) for node in missing_nodes(facts, channels)]
-    return _look(root) if any(made) else facts
+    return _look(root, every) if any(made) else facts
 
 
-def _look(root: str) -> NodeFacts | None:
+def _look(root: str, every: bool) -> NodeFacts | None:
     try:
-        return procfs.facts(root)
+        return procfs.facts(root, every=every)
     except NodeError:
         return None
 

@@ -79,6 +79,7 @@ class Memory:
         if not looked:
             return
         nodes = [node.host_path for node in injection.devices]  # one that is yet to be made on the host is none there
+        nodes += _beside(nodes)
         bound = [_evidence(mount.source) for mount in injection.mounts if mount.type in ("", "bind")]
         states = {path: _state(path) for path in (*map(_witness, looked), *nodes, *bound)}
         young = any(seen[1] > self._began - FRESH if seen else self._gone(path) for path, seen in states.items())
@@ -127,6 +128,13 @@ def _witness(path: str) -> str:
     while path not in ("", "/") and not os.path.lexists(path):
         missing, path = path, os.path.dirname(path)
     return missing or path
+
+
+def _beside(nodes: Sequence[str]) -> list[str]:
+    """The other nodes of the driver: which are there says which GPUs count, and a node that is mounted over a file, as
+    in a container, comes and goes without a word in its folder's time."""
+    folders = dict.fromkeys(path.rpartition("/")[0] for path in nodes)
+    return [f"{folder}/{name}" for folder in folders for name in _names(folder) if name.startswith("nvidia")]
 
 
 def _evidence(source: str) -> str:

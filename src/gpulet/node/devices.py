@@ -12,7 +12,10 @@ from gpulet.node.paths import below
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import TypeVar
+
+    T = TypeVar("T")
 
 # Linux Documentation/admin-guide/devices.txt: 195 is NVIDIA's; the other majors are given out at load time.
 NVIDIA_MAJOR = 195
@@ -64,6 +67,37 @@ def scan(dev_root: str, drm: Iterable[str] = ()) -> tuple[CharDevice, ...]:
     paths = [*_candidates(dev_root), *(f"/dev/dri/{name}" for name in drm)]
     found = (char_device(dev_root, path) for path in paths)
     return tuple(sorted((node for node in found if node is not None), key=lambda node: node.path))
+
+
+def given(known: list[T], paths: Callable[[T], tuple[str, ...]], nodes: Iterable[CharDevice], dev_root: str) -> list[T]:
+    """Those of the kernel's GPUs or MIG devices that this node was given, where it is itself a container; paths: the
+    nodes that one needs.
+
+    /proc tells of all that the kernel has. Given are those whose nodes are there, if some have theirs and others don't:
+    so NVML counts, for which one that it can't open isn't there. In the kernel's own /dev a node that is missing is yet
+    to be made by whoever needs it, and so are all of them where there is none at all.
+    """
+    there = {node.path for node in nodes}
+    found = [one for one in known if there.issuperset(paths(one))]
+    if not found or len(found) == len(known) or on_devtmpfs(below(dev_root, "/dev")):
+        return known
+    return found
+
+
+def on_devtmpfs(folder: str) -> bool:
+    """Whether a folder is the kernel's own /dev, by its line in mountinfo: statfs(2) takes devtmpfs for a tmpfs."""
+    try:
+        number = os.stat(folder).st_dev
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+            lines = file.read().split("\n")
+    except OSError:
+        return False
+    device = f"{os.major(number)}:{os.minor(number)}"
+    for line in lines:
+        mount, _, kind = line.partition(" - ")  # proc_pid_mountinfo(5): id, parent, major:minor, ... - type ...
+        if kind.startswith("devtmpfs ") and mount.split(" ", 3)[2] == device:
+            return True
+    return False
 
 
 def imex_channels(dev_root: str) -> tuple[int, ...]:

@@ -103,7 +103,8 @@ class NodeFacts(Value):
     cuda: "12.8" or ""; majors: /proc/devices entries that concern NVIDIA, name -> character major, sorted; imex:
     channel numbers present in /dev; nodes: the NVIDIA, DRM and fabric device nodes found, IMEX channels excepted
     (there can be thousands); mig_minors: nvidia-caps minors of "config" and "monitor", -1 where there is none;
-    dev_root: the folder whose dev/ was looked into; nvml: the library's own version.
+    dev_root: the folder whose dev/ was looked into; nvml: the library's own version; withheld: PCI addresses of GPUs
+    that the kernel has and that this node, being itself a container, wasn't given (source "procfs").
     """
 
     gpus: tuple[Gpu, ...]
@@ -117,6 +118,7 @@ class NodeFacts(Value):
     mig_minors: tuple[int, int] = (-1, -1)
     dev_root: str = "/"
     nvml: str = ""
+    withheld: tuple[str, ...] = ()
 
     def major(self, name: str) -> int:
         """The character major of a driver's name in /proc/devices, -1 where it isn't there."""

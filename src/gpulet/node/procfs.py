@@ -17,7 +17,7 @@ from gpulet.node.paths import below
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 DRIVER = "/proc/driver/nvidia"
 MIG_MINORS = "/proc/driver/nvidia-caps/mig-minors"
@@ -171,6 +171,22 @@ def _mig_devices(proc: str, gpu: Gpu, minors: CapMinors) -> tuple[MigDevice, ...
     )
 
 
+def _with_mig(gpus: list[Gpu], migs: list[MigDevice], given: list[MigDevice]) -> Iterator[Gpu]:
+    """The GPUs with the MIG devices that were given, those partitioned ones too of which none was."""
+    parents = {mig.gpu for mig in migs}
+    for gpu in gpus:
+        mine = tuple(mig for mig in given if mig.gpu == gpu.index)
+        yield gpu.replace(mig=mine, mig_enabled=True, mig_capable=True) if gpu.index in parents else gpu
+
+
+def _gpu_node(gpu: Gpu) -> tuple[str, ...]:
+    return (f"/dev/nvidia{gpu.minor}",)
+
+
+def _mig_nodes(mig: MigDevice) -> tuple[str, ...]:
+    return tuple(f"{devices.CAPS_FOLDER}/nvidia-cap{minor}" for minor in (mig.gi_minor, mig.ci_minor))
+
+
 def needs_nvml(facts: NodeFacts, ids: Iterable[str]) -> bool:
     """Whether `ids` name something that only NVML knows: a MIG device by its new-style UUID or its slot, a GPU by a
     UUID that the driver doesn't tell before the GPU is initialised.
@@ -188,13 +204,14 @@ def needs_nvml(facts: NodeFacts, ids: Iterable[str]) -> bool:
     return False
 
 
-def facts(root: str = "/", dev_root: str = "") -> NodeFacts:
+def facts(root: str = "/", dev_root: str = "", *, every: bool = False) -> NodeFacts:
     """Facts from procfs. `root`: the driver root; its own proc/ counts where it has a driver's. `dev_root`: the folder
     whose dev/ holds the nodes, "" for the driver root's where it has one, else "/".
 
-    A GPU's index is its place in the order of PCI addresses among those that the driver serves, as NVML counts. A MIG
-    device's slot is -1 and its UUID the old-style one, since procfs has no other. Raises NodeError where no kernel
-    module has left a /proc/driver/nvidia and there is no /dev/dxg (WSL) either, or the driver root is no folder.
+    A GPU's index is its place in the order of PCI addresses among those that the driver serves and that this node was
+    given (see `devices.given`), as NVML counts; `every` counts the others too. A MIG device's slot is -1 and its UUID
+    the old-style one, since procfs has no other. Raises NodeError where no kernel module has left a
+    /proc/driver/nvidia and there is no /dev/dxg (WSL) either, or the driver root is no folder.
     """
     root = root or "/"
     if not os.path.isdir(root):
@@ -218,24 +235,30 @@ def facts(root: str = "/", dev_root: str = "") -> NodeFacts:
         folders = []
     gpus: list[Gpu] = []
     lost: list[Lost] = []
-    minors = CapMinors(proc)
     for folder in folders:
         gpu = _gpu(root, proc, dev, folder, len(gpus))
         if isinstance(gpu, Lost):
             lost.append(gpu)
-            continue
-        mig = _mig_devices(proc, gpu, minors)
-        gpus.append(gpu.replace(mig=mig, mig_enabled=True, mig_capable=True) if mig else gpu)
+        else:
+            gpus.append(gpu)
+    nodes = devices.scan(dev, [name for gpu in gpus for name in gpu.drm])
+    ours = gpus if every else devices.given(gpus, _gpu_node, nodes, dev)
+    withheld = tuple(gpu.bus_id for gpu in gpus if gpu not in ours) if len(ours) < len(gpus) else ()
+    if withheld:
+        ours = [gpu.replace(index=index) for index, gpu in enumerate(ours)]
+    minors = CapMinors(proc)
+    migs = [mig for gpu in ours for mig in _mig_devices(proc, gpu, minors)]
     driver = driver_version(root)
     return NodeFacts(
-        tuple(gpus),
+        tuple(_with_mig(ours, migs, migs if every else devices.given(migs, _mig_nodes, nodes, dev))),
         "procfs",
         driver=driver,
         cuda=cuda_of(driver),
         lost=tuple(lost),
+        withheld=withheld,
         majors=devices.parse_majors(read_text(below(proc, "/proc/devices")) or ""),
         imex=devices.imex_channels(dev),
-        nodes=devices.scan(dev, [name for gpu in gpus for name in gpu.drm]),
+        nodes=nodes,
         mig_minors=(minors.of("config"), minors.of("monitor")),
         dev_root=dev,
     )
