@@ -110,6 +110,39 @@ def test_a_hook_for_engines_that_close_the_folders_of_nodes(capsys: Out, a100: n
     assert [hook["args"][1] for hook in hooks] == ["prepare", "chmod"]
     assert hooks[1]["args"][2:] == ["--mode", "755", "--path", "/dev/dri", "--path", "/dev/nvidia-caps"]
     assert generate(a100, "--enable-hook", "all") == 2
+    hooks = spec_of(capsys, a100, "--enable-hook", "chmod", "--nvidia-ctk-path", "/usr/bin/nvidia-ctk")
+    assert hooks["containerEdits"]["hooks"][-1]["args"][:3] == ["nvidia-ctk", "hook", "chmod"]
+
+
+def test_a_hook_program_gets_the_hooks_that_it_knows(capsys: Out, tmp_path: Path, a100: node.SimNode) -> None:
+    """By its name; a link of NVIDIA's name to ours counts as ours, where the host's files are in sight."""
+    for name in ("gpulet-cdi-hook", "nvidia-cdi-hook"):
+        (tmp_path / name).symlink_to("gpulet-cdi-hook" if name != "gpulet-cdi-hook" else "/bin/true")
+
+    def hooks(*words: str) -> list[list[str]]:
+        edits = spec_of(capsys, a100, *words)["containerEdits"]
+        return [[hook["path"], *hook["args"][:2]] for hook in edits["hooks"]]
+
+    link = str(tmp_path / "nvidia-cdi-hook")
+    assert hooks("--nvidia-cdi-hook-path", link) == [[f"{tmp_path}/gpulet-cdi-hook", "gpulet-cdi-hook", "prepare"]]
+    single = hooks("--nvidia-cdi-hook-path", link, "--host-driver-root", "/elsewhere")
+    assert single[0] == [link, "nvidia-cdi-hook", "create-symlinks"] and len(single) == 5
+    theirs = "/usr/local/nvidia/toolkit/nvidia-cdi-hook"
+    assert [words[2] for words in hooks("--nvidia-cdi-hook-path", theirs)] == [words[2] for words in single]
+
+
+def test_ldconfigs_path_is_for_nvidias_program(capsys: Out, a100: node.SimNode) -> None:
+    words = ("--ldconfig-path", "/opt/ldconfig", "--nvidia-cdi-hook-path")
+    assert "/opt/ldconfig" in str(spec_of(capsys, a100, *words, "/usr/bin/nvidia-ctk"))
+    assert "/opt/ldconfig" not in str(spec_of(capsys, a100, *words, "/usr/bin/gpulet-cdi-hook"))
+
+
+@pytest.mark.parametrize("mode", ["nvml", "management"])
+def test_hooks_are_left_out_in_each_mode(capsys: Out, a100: node.SimNode, mode: str) -> None:
+    spec = spec_of(capsys, a100, "--mode", mode, "--disable-hook", "create-symlinks,update-ldcache")
+    (hook,) = spec["containerEdits"]["hooks"]
+    assert not {"--link", "--device-link", "--folder"} & {*hook["args"]} and "--host-driver-version" in hook["args"]
+    assert "hooks" not in spec_of(capsys, a100, "--mode", mode, "--disable-hook", "all")["containerEdits"]
 
 
 def test_no_device_at_all(capsys: Out, a100: node.SimNode) -> None:

@@ -96,8 +96,10 @@ def test_vendor_class_flags_and_disabled_hooks(capsys: Out, h100: node.SimNode) 
     )
     assert spec["kind"] == "example.org/accelerator"
     assert not any("socket" in mount["containerPath"] for mount in spec["containerEdits"]["mounts"])
-    (hook,) = generate(capsys, h100, "--disable-hook", "update-ldcache,enable-cuda-compat")["containerEdits"]["hooks"]
-    assert not {"--folder", "--host-driver-version"} & set(hook["args"]) and "--link" in hook["args"]
+    hooks = generate(capsys, h100, "--disable-hook", "update-ldcache,enable-cuda-compat")["containerEdits"]["hooks"]
+    assert [hook["args"][1] for hook in hooks] == [
+        "create-symlinks", "disable-device-node-modification", "update-application-profile",
+    ]  # fmt: skip
     assert "hooks" not in generate(capsys, h100, "--disable-hook", "all")["containerEdits"]
 
 

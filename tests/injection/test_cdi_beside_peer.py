@@ -93,6 +93,36 @@ def test_the_same_meaning_on_each_profile(tmp_path: Path, profile: str) -> None:
     assert [item for item in more if not explained(item)] == []
 
 
+def calls_of(spec: dict[str, Any], root: str) -> tuple[dict[str, list[list[str]]], set[tuple[str, ...]]]:
+    """(a spec's hooks by device in their order, links apart; the links by device, the root before paths taken away)."""
+    hooks, links = {}, set()
+    parts = {"": spec, **{device["name"]: device for device in spec["devices"]}}
+    for name, part in parts.items():
+        found: list[list[str]] = []
+        for hook in part["containerEdits"].get("hooks", ()):
+            words = [word.replace(root, "") for word in hook["args"] if "::" not in word and word != "--link"]
+            links |= {(name, "link", *word.replace(root, "").split("::")) for word in hook["args"] if "::" in word}
+            if [hook["path"], *words] not in found:  # it writes several with links
+                found.append([hook["path"], *words])
+        hooks[name] = found
+    return hooks, links
+
+
+@pytest.mark.parametrize("program", ["nvidia-ctk", "nvidia-cdi-hook"])
+@pytest.mark.parametrize("profile", ["h100x8", "rtxpro6000x8", "t4x1"])
+def test_the_same_hooks_in_the_same_order(tmp_path: Path, profile: str, program: str) -> None:
+    made = node.create(tmp_path / "n", profile, mig=LAYOUTS.get(profile, ()))
+    (tmp_path / program).write_text("#!/bin/sh\n")  # a file there, or that program names its own choice
+    (tmp_path / program).chmod(0o755)
+    path, words = str(tmp_path / program), ["--ldconfig-path", "/opt/ldconfig"]
+    spec, _facts = generate_spec(Options(root=str(made.root), hook_path=path, ldconfig="/opt/ldconfig"))
+    ours, links = calls_of(spec, str(made.root))
+    theirs, wanted = calls_of(peers_spec(made.root, "--nvidia-cdi-hook-path", path, *words), str(made.root))
+    assert ours == theirs
+    assert wanted - links == set()
+    assert [item for item in links - wanted if not explained((item[0], *item[1:]))] == []
+
+
 @pytest.mark.parametrize("mode", ["management", "imex"])
 def test_the_same_meaning_in_other_modes(tmp_path: Path, mode: str) -> None:
     made = node.create(tmp_path / "n", "gb200x4")

@@ -228,7 +228,7 @@ def test_a_fresh_spec_fits_and_each_change_of_the_node_is_seen(tmp_path: Path) -
     root = tree.create(tmp_path, 2, with_nodes=True)
     facts, files = procfs.facts(str(root)), driver.find(str(root))
     stamp = cdi_fingerprint.fingerprint(facts)
-    spec = cdi.make_spec(facts, files, annotations=stamp, hook_path="/bin/true")
+    spec = cdi.make_spec(facts, files, annotations=stamp, calls=cdi.HookCalls("/bin/true"))
     assert cdi_fingerprint.problems(spec, facts) == []
     upgraded = facts.replace(driver="580.1.2")
     assert cdi_fingerprint.problems(spec, upgraded) == ["made for driver '570.86.15', the node has '580.1.2'"]

@@ -71,11 +71,12 @@ def meaning(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.root
+@pytest.mark.parametrize("program", ["gpulet-cdi-hook", "nvidia-ctk"])
 @pytest.mark.parametrize("name", ["2", "all", "1:0"])
-def test_the_same_container_both_ways(tmp_path: Path, name: str) -> None:
+def test_the_same_container_both_ways(tmp_path: Path, name: str, program: str) -> None:
     root = str(node.create(tmp_path / "n", "h100x8", gpus=3, mig=["gpu1: 3g.40gb x2"]).root)
     facts, files = nvml.facts(root), driver.find(root)
-    spec = cdi.make_spec(facts, files, compat32=True)
+    spec = cdi.make_spec(facts, files, compat32=True, calls=cdi.HookCalls(f"/usr/bin/{program}"))
     by_engine = engine(CONFIG, [spec], f"nvidia.com/gpu={name}")
     request = Request("environment", (name,), capabilities=("all",))
     built = build.build(facts, files, request, mps=False)

@@ -101,7 +101,7 @@ def test_the_same_meaning_as_the_peers_spec_on_the_same_tree(tmp_path: Path) -> 
 
 
 def test_one_hook_for_everything_and_an_environment_of_its_own(tmp_path: Path) -> None:
-    spec = cdi.make_spec(*h100(tmp_path), hook_path="/opt/bin/gpulet-cdi-hook")
+    spec = cdi.make_spec(*h100(tmp_path), calls=cdi.HookCalls("/opt/bin/gpulet-cdi-hook"))
     (hook,) = spec["containerEdits"]["hooks"]
     assert (hook["hookName"], hook["path"], hook["args"][:2]) == (
         "createContainer", "/opt/bin/gpulet-cdi-hook", ["gpulet-cdi-hook", "prepare"],

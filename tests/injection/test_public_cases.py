@@ -140,7 +140,7 @@ def test_c12_a_spec_of_the_driver_before(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.root
 def test_c13_the_major_of_uvm(tmp_path: Path) -> None:
     root = tree.create(tmp_path / "root", 1, with_nodes=True)
-    spec = cdi.make_spec(procfs.facts(str(root)), driver.find(str(root)), hook_path="/bin/true")
+    spec = cdi.make_spec(procfs.facts(str(root)), driver.find(str(root)), calls=cdi.HookCalls("/bin/true"))
     (uvm,) = [one for one in spec["containerEdits"]["deviceNodes"] if one["path"] == "/dev/nvidia-uvm"]
     assert "major" not in uvm  # whoever applies it looks at the node
     assert cdi_fingerprint.problems(spec) == []
@@ -156,7 +156,7 @@ def test_c13_a_node_that_an_earlier_boot_left(tmp_path: Path) -> None:
     (root / "dev/nvidia-uvm").unlink()
     os.mknod(root / "dev/nvidia-uvm", stat.S_IFCHR | 0o666, os.makedev(400, 0))
     facts = procfs.facts(str(root))
-    spec = cdi.make_spec(facts, driver.find(str(root)), hook_path="/bin/true")
+    spec = cdi.make_spec(facts, driver.find(str(root)), calls=cdi.HookCalls("/bin/true"))
     told = f"device node {root}/dev/nvidia-uvm is 400:0, its driver has major {tree.UVM_MAJOR} since this boot"
     assert cdi_fingerprint.problems(spec, facts) == [told]
     (gap,) = gaps(facts, "procfs")

@@ -379,7 +379,7 @@ SLOW = {
 def specification(machine: Machine) -> str:
     """A CDI specification of this machine in JSON; the lines of config.toml that name its folder."""
     facts = procfs.facts(str(machine.root))
-    spec = cdi.make_spec(facts, driver.find(str(machine.root)), hook_path="/nowhere/nvidia-cdi-hook")
+    spec = cdi.make_spec(facts, driver.find(str(machine.root)), calls=cdi.HookCalls("/nowhere/nvidia-cdi-hook"))
     cdi.write_spec(spec, str(machine.folder / "cdi" / "nvidia.json"))
     return f"[nvidia-container-runtime.modes.cdi]\nspec-dirs = ['{machine.folder}/cdi']\n"
 

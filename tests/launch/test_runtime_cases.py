@@ -44,7 +44,7 @@ def configure(machine: Machine, mode: str = "auto", top: str = "") -> None:
 def specification(machine: Machine, path: str = "run-cdi/nvidia.json") -> dict[str, Any]:
     """This node's, as the device plugin writes it."""
     facts = procfs.facts(str(machine.root))
-    spec = cdi.make_spec(facts, driver.find(str(machine.root)), hook_path="/nowhere/nvidia-cdi-hook")
+    spec = cdi.make_spec(facts, driver.find(str(machine.root)), calls=cdi.HookCalls("/nowhere/nvidia-cdi-hook"))
     cdi.write_spec(spec, str(machine.folder / path))
     return spec
 

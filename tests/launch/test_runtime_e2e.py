@@ -124,7 +124,7 @@ def test_a_later_ldconfig_in_the_container_keeps_the_driver(started: Started) ->
 def test_hooks_that_an_engine_took_from_a_specification_are_done_and_not_run(started: Started, node: SimNode) -> None:
     facts = procfs.facts(str(node.root))
     files = driver.find(str(node.root), version=facts.driver)
-    spec = cdi.make_spec(facts, files, hook_path="/nowhere/nvidia-cdi-hook")
+    spec = cdi.make_spec(facts, files, calls=cdi.HookCalls("/nowhere/nvidia-cdi-hook"))
     folder = started.folder / "cdi"
     folder.mkdir()
     cdi.write_spec(spec, str(folder / "nvidia.json"))
@@ -172,7 +172,7 @@ def test_a_mig_device_by_its_uuid(tmp_path: Path) -> None:
     by_spec = Started(tmp_path / "b", split)
     (tmp_path / "b" / "cdi").mkdir()
     spec = cdi.make_spec(
-        facts, driver.find(str(split.root), version=facts.driver), hook_path="/nowhere/nvidia-cdi-hook"
+        facts, driver.find(str(split.root), version=facts.driver), calls=cdi.HookCalls("/nowhere/nvidia-cdi-hook")
     )
     cdi.write_spec(spec, str(tmp_path / "b" / "cdi" / "nvidia.json"))
     (split.library_folder / "libnvidia-ml.so.1").rename(split.library_folder / "away")

@@ -100,7 +100,7 @@ def podman(
     facts = procfs.facts(str(node.root))
     files = driver.find(str(node.root), version=facts.driver)
     # without groups, which need CDI 0.7.0: podman 4.3 reads up to 0.5.0
-    spec = cdi.make_spec(facts, files, hook_path=str(programs["gpulet-cdi-hook"]), gids=False)
+    spec = cdi.make_spec(facts, files, calls=cdi.HookCalls(str(programs["gpulet-cdi-hook"])), gids=False)
     cdi.write_spec(spec, str(folder / "spec.json"))
     called = runtime if ours else shutil.which(low)
     before = prelude.format(folder=folder, root=node.root)

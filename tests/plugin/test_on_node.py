@@ -179,15 +179,49 @@ def test_optional_classes(site):
 
 @pytest.mark.parametrize(
     ("disabled", "gone", "left"),
-    [("update-ldcache", "--folder", "--link"), ("create-symlinks", "--link", "--folder"), ("all", "prepare", "")],
+    [("update-ldcache", "--folder", "--link"), ("create-symlinks", "--link", "--folder"), ("all", "hooks", "")],
 )
-def test_hooks_left_out_of_the_specs(site, disabled, gone, left):
-    site.start("--device-list-strategy=cdi-cri", f"--cdi-disable-hooks={disabled}")
+@pytest.mark.parametrize("program", ["gpulet-cdi-hook", "nvidia-cdi-hook"])
+def test_hooks_left_out_of_the_specs(site, disabled, gone, left, program):
+    site.start("--device-list-strategy=cdi-cri", f"--cdi-disable-hooks={disabled}", f"--nvidia-ctk-path=/x/{program}")
     site.kubelet.wait_for(GPU, 8)
     text = (site.folder / "cdi" / "k8s.device-plugin.nvidia.com-gpu.json").read_text()
     assert json.loads(text)["devices"]
     assert f'"{gone}"' not in text
     assert left in text
+
+
+SINGLE = [
+    "create-symlinks", "enable-cuda-compat", "update-ldcache", "disable-device-node-modification",
+    "update-application-profile",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("", [["/usr/bin/nvidia-ctk", "nvidia-ctk", "hook", name] for name in SINGLE]),
+        ("/opt/toolkit/nvidia-cdi-hook", [["/opt/toolkit/nvidia-cdi-hook", "nvidia-cdi-hook", n] for n in SINGLE]),
+        ("/opt/gpulet-cdi-hook", [["/opt/gpulet-cdi-hook", "gpulet-cdi-hook", "prepare"]]),
+    ],
+)
+def test_the_hosts_hook_program_gets_the_hooks_that_it_knows(site, path, wanted):
+    """A node whose toolkit stayed NVIDIA's, its engine doing CDI: theirs pass over what they don't know in silence."""
+    environ = {"NVIDIA_CDI_HOOK_PATH": path} if path else {}
+    site.start("--device-list-strategy=cdi-cri", **environ)
+    site.kubelet.wait_for(GPU, 8)
+    spec = json.loads((site.folder / "cdi" / "k8s.device-plugin.nvidia.com-gpu.json").read_text())
+    hooks = spec["containerEdits"]["hooks"]
+    assert [[hook["path"], *hook["args"]][: len(want)] for hook, want in zip(hooks, wanted, strict=True)] == wanted
+
+
+def test_the_plugin_goes_by_the_name_of_the_hosts_hook_program(site):
+    """Its own image may have a link of that name; the host's file may be another."""
+    (site.folder / "nvidia-cdi-hook").symlink_to("gpulet-cdi-hook")
+    (site.folder / "gpulet-cdi-hook").touch()
+    site.start("--device-list-strategy=cdi-cri", f"--nvidia-cdi-hook-path={site.folder}/nvidia-cdi-hook")
+    site.kubelet.wait_for(GPU, 8)
+    assert "prepare" not in (site.folder / "cdi" / "k8s.device-plugin.nvidia.com-gpu.json").read_text()
 
 
 def test_device_nodes_with_their_control_nodes(site):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -10,6 +9,7 @@ from gpulet.commands.node import look
 from gpulet.errors import CdiError, NodeError, NvmlError, UsageError
 from gpulet.injection import cdi, cdi_fingerprint, cdi_modes, cdi_rules, cdi_targets, csv_files
 from gpulet.injection.build import GATED
+from gpulet.injection.cdi_calls import HookCalls
 from gpulet.injection.cdi_spec import HostPaths
 from gpulet.injection.model import RootfsWork
 from gpulet.injection.select import select
@@ -49,7 +49,8 @@ class Options:
     vendor: str = ""
     cls: str = ""
     search: tuple[str, ...] = ()
-    hook_path: str = "/usr/bin/gpulet-cdi-hook"
+    hook_path: str = HookCalls.path
+    ldconfig: str = ""
     csv_files: tuple[str, ...] = ()
     csv_ignore: tuple[str, ...] = ()
     csv_compat: str = ""
@@ -63,6 +64,10 @@ class Options:
     def kind(self, vendor: str, cls: str) -> Kind:
         """vendor and class as keywords, the mode's own where none was asked for."""
         return {"vendor": self.vendor or vendor, "cls": self.cls or cls}
+
+    def calls(self) -> HookCalls:
+        """The hooks that do the work in a container's root file system."""
+        return HookCalls(self.hook_path, self.without, self.ldconfig)
 
 
 def _resolve_mode(options: Options) -> str:
@@ -116,14 +121,13 @@ def _readable(mode: str, options: Options, facts: NodeFacts) -> dict[str, Any]:
         spec = _spec(mode, replace(options, **change), facts, made_of)
         left = cdi_targets.above(spec, highest)
         if not left:
-            return _with_chmod(spec, options.hook_path) if options.more_hooks else spec
+            return _with_chmod(spec, options.calls()) if options.more_hooks else spec
     raise _unreadable(options, left, highest)
 
 
-def _with_chmod(spec: dict[str, Any], hook_path: str) -> dict[str, Any]:
+def _with_chmod(spec: dict[str, Any], calls: HookCalls) -> dict[str, Any]:
     """With a hook for engines that make the folders of device nodes for root alone (old versions of crun)."""
-    args = [os.path.basename(hook_path), "chmod", "--mode", "755", "--path", "/dev/dri", "--path", "/dev/nvidia-caps"]
-    hook = {"hookName": "createContainer", "path": hook_path, "args": args, "env": ["GPULET_HOOK=1"]}
+    hook = calls.record("chmod", "--mode", "755", "--path", "/dev/dri", "--path", "/dev/nvidia-caps")
     common = spec["containerEdits"]
     return {**spec, "containerEdits": {**common, "hooks": [*common.get("hooks", ()), hook]}}
 
@@ -156,24 +160,21 @@ def _spec(mode: str, options: Options, facts: NodeFacts, stamp: dict[str, str]) 
     )
     if mode == "wsl":
         kind = options.kind("nvidia.com", "gpu")
-        return cdi_modes.wsl_spec(facts, files, hook_path=options.hook_path, annotations=stamp, paths=paths, **kind)
+        return cdi_modes.wsl_spec(facts, files, calls=options.calls(), annotations=stamp, paths=paths, **kind)
     if mode == "management":
         kind = options.kind("management.nvidia.com", "gpu")
-        return cdi_modes.management_spec(
-            facts, files, hook_path=options.hook_path, annotations=stamp, paths=paths, **kind
-        )
+        return cdi_modes.management_spec(facts, files, calls=options.calls(), annotations=stamp, paths=paths, **kind)
     return cdi.make_spec(
         facts,
         files,
         names=options.names,
-        hook_path=options.hook_path,
+        calls=options.calls(),
         all_device=options.all_device,
         paths=paths,
         annotations=stamp,
         gids=NO_GIDS not in options.flags,
         sockets=NO_SOCKETS not in options.flags,
         ids=options.ids,
-        without=options.without,
         **options.kind("nvidia.com", "gpu"),
     )
 
@@ -200,7 +201,7 @@ def _csv(options: Options) -> dict[str, Any]:
             found,
             facts if ONE_CSV_DEVICE not in options.flags else None,
             names=options.names,
-            hook_path=options.hook_path,
+            calls=options.calls(),
             annotations=stamp,
             all_device=options.all_device,
             paths=_paths(options, facts.dev_root),

@@ -10,11 +10,11 @@ import typer
 from gpulet.commands.cdi_generate import FLAGS, MODES, Options, coherence_specs, gaps, generate_spec
 from gpulet.errors import CdiError, UsageError
 from gpulet.injection import cdi
+from gpulet.injection.cdi_calls import HookCalls, as_ours
 from gpulet.injection.cdi_hooks import HOOKS
 from gpulet.injection.cdi_spec import NAMINGS
 
 ROOT = Annotated[str, typer.Option("--driver-root", envvar=["GPULET_DRIVER_ROOT", "NVIDIA_CTK_DRIVER_ROOT"])]
-HOOK = "/usr/bin/gpulet-cdi-hook"
 ENV = "NVIDIA_CTK_CDI_GENERATE"
 
 
@@ -59,15 +59,15 @@ def generate(
     hook_path: Annotated[
         str,
         _option(
-            "Our hook on the host.",
+            "The hook program on the host: ours does all in one process, NVIDIA's get a hook for each part.",
             "--hook-path",
             "--nvidia-cdi-hook-path",
             "--nvidia-ctk-path",
             env="NVIDIA_CTK_CDI_HOOK_PATH",
         ),
-    ] = HOOK,
+    ] = HookCalls.path,
     ldconfig_path: Annotated[
-        str, _option("Accepted, not needed: the cache is merged natively.", env=f"{ENV}_LDCONFIG_PATH")
+        str, _option("The host's, for NVIDIA's hook program; ours needs none.", env=f"{ENV}_LDCONFIG_PATH")
     ] = "",
     csv_files: Annotated[list[str] | None, _option("Tegra's lists.", "--csv.file", env=f"{ENV}_CSV_FILES")] = None,
     csv_ignore: Annotated[
@@ -102,7 +102,8 @@ def generate(
         vendor=vendor,
         cls=cls,
         search=_split(search),
-        hook_path=hook_path,
+        hook_path=hook_path if host_driver_root else as_ours(hook_path),  # else it is out of sight here
+        ldconfig=ldconfig_path,
         csv_files=_split(csv_files),
         csv_ignore=_split(csv_ignore),
         csv_compat=csv_compat,

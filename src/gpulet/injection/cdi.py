@@ -5,6 +5,7 @@ Loaded by the programs in launch/.
 
 from __future__ import annotations
 
+from gpulet.injection.cdi_calls import HookCalls
 from gpulet.injection.cdi_hooks import absorb, take_over
 from gpulet.injection.cdi_registry import DEFAULT_FOLDERS, Registry, read_spec
 from gpulet.injection.cdi_rules import check, is_qualified, minimum_version, split_name
@@ -12,6 +13,7 @@ from gpulet.injection.cdi_spec import channel_spec, make_spec, to_text, write_sp
 
 __all__ = [
     "DEFAULT_FOLDERS",
+    "HookCalls",
     "Registry",
     "absorb",
     "channel_spec",

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
-PROGRAMS = ("gpulet-cdi-hook", "nvidia-cdi-hook", "nvidia-ctk")
+OURS = "gpulet-cdi-hook"
+PROGRAMS = (OURS, "nvidia-cdi-hook", "nvidia-ctk")
 # subcommand -> its options, each with whether a value follows
 _COMMANDS = {
     "prepare": {

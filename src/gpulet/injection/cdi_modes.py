@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpulet.errors import CdiError
 from gpulet.injection import build
+from gpulet.injection.cdi_calls import HookCalls
 from gpulet.injection.cdi_spec import HostPaths, assemble, edits_of
 from gpulet.injection.model import DeviceNode, Injection
 from gpulet.node.devices import IMEX_FOLDER
@@ -41,7 +42,7 @@ def gated_spec(
             remedy="load its kernel module first",
         )
     paths = paths or HostPaths(dev_root=facts.dev_root, host_dev_root=host_dev_root)
-    return assemble(f"{vendor}/{cls or name}", {"all": edits_of(injection, "", paths)}, VOID, annotations or {})
+    return assemble(f"{vendor}/{cls or name}", {"all": edits_of(injection, paths)}, VOID, annotations or {})
 
 
 def wsl_spec(
@@ -50,18 +51,21 @@ def wsl_spec(
     *,
     vendor: str = "nvidia.com",
     cls: str = "gpu",
-    hook_path: str = "/usr/bin/gpulet-cdi-hook",
+    calls: HookCalls | None = None,
     annotations: Mapping[str, str] | None = None,
     paths: HostPaths | None = None,
 ) -> dict[str, Any]:
-    """The spec of a node under Windows: one device "all", since one node leads to every GPU. paths: see HostPaths."""
+    """The spec of a node under Windows: one device "all", since one node leads to every GPU.
+
+    calls, paths: see HookCalls, HostPaths.
+    """
     shared = build.common(facts, files, mps=False)
     if [node.path for node in shared.devices] != ["/dev/dxg"]:
         raise CdiError("no /dev/dxg", seen=below(facts.dev_root, "/dev"), remedy="update WSL: wsl --update")
     # Nothing in /proc/driver/nvidia to freeze, and no forward compatibility: Windows' driver serves CUDA.
     work = shared.rootfs.replace(freeze_device_nodes=False, host_driver="")
-    common = edits_of(shared.replace(devices=(), rootfs=work), hook_path, paths)
-    every = edits_of(Injection(shared.devices), "", paths)
+    common = edits_of(shared.replace(devices=(), rootfs=work), paths, calls)
+    every = edits_of(Injection(shared.devices), paths)
     return assemble(f"{vendor}/{cls}", {"all": every}, common, annotations or {})
 
 
@@ -71,12 +75,12 @@ def management_spec(
     *,
     vendor: str = "management.nvidia.com",
     cls: str = "gpu",
-    hook_path: str = "/usr/bin/gpulet-cdi-hook",
+    calls: HookCalls | None = None,
     annotations: Mapping[str, str] | None = None,
     paths: HostPaths | None = None,
 ) -> dict[str, Any]:
     """The spec for containers that manage the driver itself: every NVIDIA node, no hook against making more, and
-    nothing that only serves to draw. paths: see HostPaths.
+    nothing that only serves to draw. calls, paths: see HookCalls, HostPaths.
     """
     nodes = [
         DeviceNode(node.path, node.host_path, node.major, node.minor, mode=node.mode, uid=node.uid, gid=node.gid)
@@ -92,8 +96,8 @@ def management_spec(
     managing = files.replace(files=tuple(file for file in files.files if not _only_draws(file)))
     shared = build.common(facts, managing, mps=False)
     work = shared.rootfs.replace(freeze_device_nodes=False)
-    common = edits_of(shared.replace(devices=(), gids=(), rootfs=work), hook_path, paths)
-    every = edits_of(Injection(tuple(nodes)), "", paths)
+    common = edits_of(shared.replace(devices=(), gids=(), rootfs=work), paths, calls)
+    every = edits_of(Injection(tuple(nodes)), paths)
     return assemble(f"{vendor}/{cls}", {"all": every}, common, annotations or {})
 
 

@@ -6,7 +6,7 @@ import os
 
 from gpulet.errors import CdiError
 from gpulet.injection import build, cdi_rules
-from gpulet.injection.cdi_hooks import hook_args, less
+from gpulet.injection.cdi_calls import HookCalls
 from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork, SymLink
 from gpulet.injection.select import Selection, select
 from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 _FIXED_MAJORS = (195, 226)
 
 _DISPLAY_ONLY = "DGX Display"  # the GPU of a DGX Station that only drives its screen
-
-# An engine gives a hook the container's environment where the hook has none of its own, and that is the image's.
-_HOOK_ENV = ["GPULET_HOOK=1"]
 
 NO_DEVICE = "none"
 _EMPTY = ("NVCT_EMPTY_DEVICE=",)  # a device must have some edit
@@ -80,21 +77,15 @@ def mount_record(mount: Mount, paths: HostPaths) -> dict[str, Any]:
 
 
 def edits_of(
-    injection: Injection, hook_path: str, paths: HostPaths | None = None, *, profile: bool = False
+    injection: Injection, paths: HostPaths | None = None, calls: HookCalls | None = None, *, profile: bool = False
 ) -> dict[str, Any]:
-    """An injection as containerEdits, fields in CDI's order, empty ones left out.
-
-    hook_path: our hook program on the host, which does the work in the root file system at createContainer.
-    """
+    """An injection as containerEdits, fields in CDI's order, empty ones left out. calls, profile: see HookCalls."""
     paths = paths or HostPaths()
     hooks = [
         {"hookName": hook.stage, "path": hook.path, "args": list(hook.args), "env": list(hook.env)}
         for hook in injection.hooks
     ]
-    work = injection.rootfs.replace(profile_minors=())  # the program finds those in the container's /dev
-    if profile or not work.empty():
-        args = hook_args(os.path.basename(hook_path), work, profile=profile)
-        hooks.append({"hookName": "createContainer", "path": hook_path, "args": args, "env": list(_HOOK_ENV)})
+    hooks += (calls or HookCalls()).records(injection.rootfs, profile=profile)
     edits: dict[str, Any] = {
         "env": [f"{name}={value}" for name, value in injection.env],
         "deviceNodes": [
@@ -163,7 +154,7 @@ def make_spec(
     vendor: str = "nvidia.com",
     cls: str = "gpu",
     names: Sequence[str] = ("index", "uuid"),
-    hook_path: str = "/usr/bin/gpulet-cdi-hook",
+    calls: HookCalls | None = None,
     all_device: bool = True,
     dev_root: str = "",
     host_root: str = "",
@@ -174,26 +165,24 @@ def make_spec(
     sockets: bool = True,
     compat32: bool = False,
     ids: Sequence[str] = ("all",),
-    without: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The CDI spec of a node: each GPU and MIG device under the names wanted, and "all".
 
-    names: of "index", "uuid", "type-index". host_root, host_dev_root: where files.root and the folder of the device
-    nodes are on the host, when they are mounted elsewhere for this program; paths says both. gids: say additionalGids
-    for nodes that not everybody may open (needs 0.7.0). compat32: 32-bit libraries too. ids: which devices, as `select`
-    takes them; ("none",) for the one device "none", which brings no GPU. without: the peer's names of hooks whose work
-    is not to be done, or "all". The MPS folder isn't in: a spec outlives the daemon that makes it.
+    names: of "index", "uuid", "type-index". calls: see HookCalls. host_root, host_dev_root: where files.root and the
+    folder of the device nodes are on the host, when they are mounted elsewhere for this program; paths says both. gids:
+    say additionalGids for nodes that not everybody may open (needs 0.7.0). compat32: 32-bit libraries too. ids: which
+    devices, as `select` takes them; ("none",) for the one device "none", which brings no GPU. The MPS folder isn't in:
+    a spec outlives the daemon that makes it.
     Raises CdiError where there is no device, UnknownDevice for an id that isn't there.
     """
     paths = paths or HostPaths(files.root, host_root, dev_root or facts.dev_root, host_dev_root)
+    calls = calls or HookCalls()
     if not compat32:
         files = files.replace(files=tuple(file for file in files.files if file.kind != "library32"))
 
     def edits(injection: Injection, *, profile: bool = False) -> dict[str, Any]:
-        kept = injection.replace(gids=injection.gids if gids else (), rootfs=less(injection.rootfs, without))
-        return edits_of(
-            kept, hook_path, paths, profile=profile and not {"all", "update-application-profile"} & {*without}
-        )
+        kept = injection if gids else injection.replace(gids=())
+        return edits_of(kept, paths, calls, profile=profile)
 
     shared = build.common(facts, files, dev_root=dev_root, sockets=sockets, mps=False)
     beside: list[SymLink] = []
@@ -206,8 +195,9 @@ def make_spec(
         if device not in wanted.gpus and device not in wanted.migs:
             continue
         injection = build.device(facts, selection, dev_root=dev_root)
-        beside.extend(injection.rootfs.links)  # for the common hook, so that a container has but one
-        injection = injection.replace(rootfs=RootfsWork())
+        if calls.in_one():
+            beside.extend(injection.rootfs.links)  # for the common hook, so that a container has but one
+            injection = injection.replace(rootfs=RootfsWork())
         each.append(injection)
         for name in names_of(device, names):
             found[name] = edits(injection)
@@ -228,9 +218,9 @@ def channel_spec(
 ) -> dict[str, Any]:
     """The CDI spec of a node's IMEX channels: one device each, called by its number, and "all"."""
     paths = paths or HostPaths(dev_root=facts.dev_root, host_dev_root=host_dev_root)
-    found = {str(number): edits_of(build.imex(facts, (str(number),)), "", paths) for number in facts.imex}
+    found = {str(number): edits_of(build.imex(facts, (str(number),)), paths) for number in facts.imex}
     if found:
-        found["all"] = edits_of(build.imex(facts, ("all",)), "", paths)
+        found["all"] = edits_of(build.imex(facts, ("all",)), paths)
     return assemble(f"{vendor}/{cls}", found, {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}, annotations or {})
 
 

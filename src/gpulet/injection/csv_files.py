@@ -11,6 +11,7 @@ import os
 
 from gpulet.errors import CdiError
 from gpulet.injection import build
+from gpulet.injection.cdi_calls import HookCalls
 from gpulet.injection.cdi_spec import HostPaths, assemble, edits_of, names_of
 from gpulet.injection.model import DeviceNode, Injection, Mount, RootfsWork, SymLink
 from gpulet.injection.select import Selection
@@ -161,22 +162,22 @@ def spec(
     vendor: str = "nvidia.com",
     cls: str = "gpu",
     names: Sequence[str] = ("index",),
-    hook_path: str = "/usr/bin/gpulet-cdi-hook",
+    calls: HookCalls | None = None,
     annotations: Mapping[str, str] | None = None,
     all_device: bool = True,
     paths: HostPaths | None = None,
 ) -> dict[str, Any]:
     """The CDI spec: the listed nodes as device "0" and as "all", everything else in common. facts: from NVML, where it
-    is to be looked whether there is a PCI GPU too (see `divide`); then `names` are given as by make_spec. paths: see
-    HostPaths. Raises CdiError without nodes.
+    is to be looked whether there is a PCI GPU too (see `divide`); then `names` are given as by make_spec. calls,
+    paths: see HookCalls, HostPaths. Raises CdiError without nodes.
     """
     if not found.devices:
         raise CdiError("the lists name no device node that is there", seen=f"*.csv in {FOLDER}")
-    common = edits_of(found.replace(devices=(), env=(("NVIDIA_VISIBLE_DEVICES", "void"),)), hook_path, paths)
+    common = edits_of(found.replace(devices=(), env=(("NVIDIA_VISIBLE_DEVICES", "void"),)), paths, calls)
     divided = divide(found, facts) if facts else {}
     parts = {name: Injection(nodes) for gpu, nodes in divided.items() for name in names_of(gpu, names)}
     parts = parts or {"0": Injection(found.devices)}
     if all_device:
         parts["all"] = build.merge([Injection(nodes) for nodes in divided.values()] or [Injection(found.devices)])
-    devices = {name: edits_of(part, "", paths) for name, part in parts.items()}
+    devices = {name: edits_of(part, paths) for name, part in parts.items()}
     return assemble(f"{vendor}/{cls}", devices, common, annotations or {})

@@ -60,7 +60,9 @@ OPTIONS: tuple[Option, ...] = (
     row("cdi_annotation_prefix", "text", "cdi-annotation-prefix", "CDI_ANNOTATION_PREFIX",
         "flags.plugin.cdiAnnotationPrefix", "prefix of the CDI annotation's key"),
     row("cdi_hook_path", "text", "nvidia-cdi-hook-path nvidia-ctk-path", "NVIDIA_CDI_HOOK_PATH NVIDIA_CTK_PATH",
-        "flags.plugin.nvidiaCTKPath", "the host's path of the program named as hook in CDI specs"),
+        "flags.plugin.nvidiaCTKPath",
+        "the host's path of the hook program in CDI specs: gpulet-cdi-hook does all in one process, any other is given "
+        "NVIDIA's hooks one by one"),
     row("driver_root_ctr_path", "text", "driver-root-ctr-path container-driver-root",
         "DRIVER_ROOT_CTR_PATH CONTAINER_DRIVER_ROOT", "flags.plugin.containerDriverRoot",
         "where the driver root is mounted for this process; the driver root itself where that isn't there"),

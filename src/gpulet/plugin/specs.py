@@ -12,6 +12,7 @@ from typing import Any
 
 from gpulet.errors import CdiError
 from gpulet.injection import cdi, cdi_modes, csv_files
+from gpulet.injection.cdi_calls import HookCalls
 from gpulet.injection.cdi_spec import HostPaths
 from gpulet.node import driver
 from gpulet.node.devices import choose_dev_root
@@ -75,8 +76,7 @@ def _gpu_spec(config: Config, facts: NodeFacts) -> None:
         return
     files = driver.find(config.lookup_root, version=facts.driver)
     if facts.source == "wsl":
-        spec = cdi_modes.wsl_spec(facts, files, vendor=CDI_VENDOR, hook_path=config.cdi_hook_path)
-        _drop_hooks(spec, config.cdi_disable_hooks)
+        spec = cdi_modes.wsl_spec(facts, files, vendor=CDI_VENDOR, calls=_calls(config))
         cdi.write_spec(spec, _path(config, "gpu"))
         return
     spec = cdi.make_spec(
@@ -85,14 +85,18 @@ def _gpu_spec(config: Config, facts: NodeFacts) -> None:
         vendor=CDI_VENDOR,
         cls="gpu",
         names=(config.device_id_strategy,),
-        hook_path=config.cdi_hook_path,
+        calls=_calls(config),
         host_root=config.driver_root,
         host_dev_root=config.dev_root,
         gids="no-additional-gids-for-device-nodes" not in config.cdi_feature_flags,
         sockets="disable-ipc-discoverer" not in config.cdi_feature_flags,
     )
-    _drop_hooks(spec, config.cdi_disable_hooks)
     cdi.write_spec(spec, _path(config, "gpu"))
+
+
+def _calls(config: Config) -> HookCalls:
+    """The path is the host's, and this program's files are an image's mostly: only the name can be gone by."""
+    return HookCalls(config.cdi_hook_path, config.cdi_disable_hooks)
 
 
 def _tegra_spec(config: Config) -> None:
@@ -101,47 +105,10 @@ def _tegra_spec(config: Config) -> None:
     found = csv_files.injection(lists, config.lookup_root)
     dev_root = choose_dev_root(config.lookup_root)
     paths = HostPaths(config.lookup_root, config.driver_root, dev_root, config.dev_root)
-    spec = csv_files.spec(
-        found, vendor=CDI_VENDOR, cls="gpu", hook_path=config.cdi_hook_path, all_device=False, paths=paths
-    )
+    spec = csv_files.spec(found, vendor=CDI_VENDOR, cls="gpu", calls=_calls(config), all_device=False, paths=paths)
     name = "0" if config.device_id_strategy == "index" else TEGRA
     spec["devices"] = [{**device, "name": name} for device in spec["devices"]]
-    _drop_hooks(spec, config.cdi_disable_hooks)
     cdi.write_spec(spec, _path(config, "gpu"))
-
-
-# A hook's name (cdi-disable-hooks) -> the options of our one hook that do the same; true where a value follows.
-_HOOK_OPTIONS = {
-    "create-symlinks": {"--link": True},
-    "update-ldcache": {"--folder": True},
-    "enable-cuda-compat": {"--host-driver-version": True, "--host-cuda-version": True, "--compat-folder": True},
-    "disable-device-node-modification": {"--freeze-device-nodes": False},
-    "update-application-profile": {"--application-profile": False},
-}
-
-
-def _drop_hooks(spec: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Take the named parts out of our hooks; a hook with nothing left to do goes, with "all" each one does."""
-    for edits in [spec["containerEdits"], *(device["containerEdits"] for device in spec["devices"])]:
-        kept = []
-        for hook in edits.pop("hooks", ()):
-            args = _without(hook["args"], names)
-            if "all" not in names and len(args) > 2:  # more than the program's name and "prepare"
-                kept.append({**hook, "args": args})
-        if kept:
-            edits["hooks"] = kept
-
-
-def _without(args: list[str], names: tuple[str, ...]) -> list[str]:
-    dropped = {option: value for name in names for option, value in _HOOK_OPTIONS.get(name, {}).items()}
-    kept, rest = [], list(args)
-    while rest:
-        word = rest.pop(0)
-        if word not in dropped:
-            kept.append(word)
-        elif dropped[word]:
-            rest.pop(0)
-    return kept
 
 
 def _path(config: Config, cls: str) -> str:
