@@ -135,6 +135,14 @@ def test_what_is_no_file_is_named_and_nobody_waits(tmp_path: Path) -> None:
         assert failed
 
 
+def test_one_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    """As Notepad writes it, on WSL."""
+    plain = load(str(write(tmp_path, EVERYTHING)))
+    assert load(str(write(tmp_path, "\ufeff" + EVERYTHING))) == plain
+    with pytest.raises(ConfigError, match="line 1"):
+        load(str(write(tmp_path, "\ufeff\ufeff" + EVERYTHING)))
+
+
 def test_a_containers_ldconfig_only_where_allowed(tmp_path: Path) -> None:
     text = "[nvidia-container-cli]\nldconfig = '/sbin/ldconfig'\n[features]\nallow-ldconfig-from-container = true\n"
     assert load(str(write(tmp_path, text))).ldconfig() == "/sbin/ldconfig"

@@ -210,7 +210,7 @@ def _read_toml(path: str) -> dict[str, Any]:
     import tomllib
 
     try:
-        text = codec.read_file(path).decode("utf-8")
+        text = codec.read_file(path).decode("utf-8").removeprefix("\ufeff")  # some editors begin a file so
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"configuration file {path}", seen=error, wanted="TOML") from None

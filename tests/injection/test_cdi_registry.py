@@ -128,6 +128,12 @@ def test_what_is_no_file_to_read_stops_nobody(tmp_path: Path, name: str, kind: s
     assert ("too large" if kind == "endless" else "no regular file") in str(registry.errors[str(odd)])
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.yaml"])
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path, name: str) -> None:
+    put(tmp_path, name, "\ufeff" + json.dumps(spec("0")))
+    assert cdi.Registry([str(tmp_path)]).names() == ["nvidia.com/gpu=0"]
+
+
 def test_files_are_read_again_on_load(tmp_path: Path) -> None:
     registry = cdi.Registry([str(tmp_path)])
     assert registry.names() == []

@@ -33,7 +33,7 @@ def test_where_faults_are_kept():
 
 def test_flag_over_environment_over_file_over_default(tmp_path):
     text = "version: v1\nflags: {migStrategy: mixed, plugin: {deviceIDStrategy: index}}"
-    assert from_file(tmp_path, text).mig_strategy == "mixed"
+    assert from_file(tmp_path, text).mig_strategy == from_file(tmp_path, "\ufeff" + text).mig_strategy == "mixed"
     assert from_file(tmp_path, text, MIG_STRATEGY="single").mig_strategy == "single"
     assert from_file(tmp_path, text, "--mig-strategy=none", MIG_STRATEGY="single").mig_strategy == "none"
     assert from_file(tmp_path, text, MIG_STRATEGY="single").device_id_strategy == "index"
