@@ -131,6 +131,39 @@ def test_annotations_count_in_mode_cdi_alone(
     assert (seen.request.source, seen.request.devices, seen.mode) == (source, devices, resolved)
 
 
+@pytest.mark.parametrize(
+    ("value", "env", "hidden"),
+    [
+        ("nvidia.com/net-rdma=mlx5_0", (f"{V}=0",), f"{V}=0"),
+        ("intel.com/gpu=0", (f"{V}=all", "CUDA_VERSION=12"), f"{V}=all"),
+        ("vendor.com/net=1", ("CUDA_VERSION=12",), "CUDA_VERSION=12"),
+        ("vendor.com/net=1,nvidia.com/gpu=0", (f"{V}=all",), ""),
+        ("k8s.device-plugin.nvidia.com/gpu=GPU-1", (f"{V}=all",), ""),
+        ("notnvidia.com/gpu=0", (f"{V}=all",), f"{V}=all"),
+        ("vendor.com/net=1", (f"{V}=void",), ""),
+        ("vendor.com/net=1", (f"{V}=none",), ""),
+        ("vendor.com/net=1", (f"{V}={FOLDER}",), ""),
+        ("vendor.com/net=1", (), ""),
+    ],
+)
+def test_an_annotation_of_another_vendor_over_a_request_for_gpus_is_told(
+    value: str, env: tuple[str, ...], hidden: str
+) -> None:
+    seen = decide(annotated(value, *env), Settings())
+    assert seen.request.devices == tuple(value.split(",")) and seen.mode == "cdi"
+    told = [rule for rule in seen.trace if rule.level == "warning"]
+    assert [rule.where for rule in told] == (["annotation cdi.k8s.io/x_1"] if hidden else [])
+    assert hidden in "".join(rule.outcome for rule in told)
+    kept = Settings(policy_grants="kubelet")  # there neither counts
+    assert [rule.name for rule in decide(annotated(value, *env), kept).trace if rule.level == "warning"] == ["policy"]
+
+
+def test_an_annotation_of_the_sites_own_kind_hides_nothing() -> None:
+    ours = Settings(cdi_default_kind="example.org/accelerator")
+    seen = decide(annotated("example.org/accelerator=0", f"{V}=all"), ours)
+    assert all(rule.level == "info" for rule in seen.trace)
+
+
 def test_mounts_outrank_annotations_and_the_hook_knows_none() -> None:
     both = annotated("nvidia.com/gpu=0", mounts=("1",))
     assert decide(both, MOUNTS.replace(mode="cdi")).request.devices == ("1",)

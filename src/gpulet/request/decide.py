@@ -10,7 +10,7 @@ from gpulet.errors import Refused, RequestError, cut
 from gpulet.request import policy
 from gpulet.request.bundle import Container
 from gpulet.request.capabilities import capabilities
-from gpulet.request.devices import Asked, asked, is_qualified
+from gpulet.request.devices import Asked, asked, is_qualified, tell_hidden
 from gpulet.request.imex import channels
 from gpulet.request.model import Request
 from gpulet.request.requirements import collect
@@ -62,6 +62,8 @@ def decide(
         return Decision(
             Request(variable=wish.variable, privileged=container.privileged, reason=reason), trace.rules(), mode
         )
+    if wish.source == "cdi-annotations":
+        tell_hidden(container, settings, wish.devices, trace)
     own_word = wish.source != "ledger"
     if not own_word and settings.mode == "auto":
         mode = _default_mode(hook)  # the names that chose another were the container's, and don't count

@@ -78,11 +78,38 @@ def from_mounts(container: Container, settings: Settings, trace: Trace) -> tuple
 def from_annotations(container: Container, settings: Settings, trace: Trace) -> tuple[str, ...]:
     """CDI names in annotations with a configured prefix, by key; the parts of a value stand between commas."""
     names = []
-    for key, value in container.annotations:
-        if any(key.startswith(prefix) for prefix in settings.cdi_annotation_prefixes if prefix):
-            trace.note("CDI annotation", value, f"annotation {key}", "accepted")
-            names += _split(value)
+    for key, value in _annotations(container, settings):
+        trace.note("CDI annotation", value, f"annotation {key}", "accepted")
+        names += _split(value)
     return unique(names)
+
+
+def _annotations(container: Container, settings: Settings) -> list[tuple[str, str]]:
+    prefixes = tuple(filter(None, settings.cdi_annotation_prefixes))
+    return [(key, value) for key, value in container.annotations if key.startswith(prefixes)]
+
+
+def tell_hidden(container: Container, settings: Settings, names: tuple[str, ...], trace: Trace) -> None:
+    """A warning where names in annotations, none of them an NVIDIA GPU's, stand over a request for GPUs by environment
+    or image: the annotation may be a network card's, whose operator knows nothing of GPUs."""
+    if any(_names_gpu(name, settings) for name in names):
+        return
+    try:
+        hidden = _from_environment(container, settings, Trace(), _variable(container, settings))
+    except RequestError:  # it means mounts, which don't count here
+        return
+    if hidden.devices:
+        keys = [key for key, value in _annotations(container, settings) if _split(value)]
+        variable = hidden.variable or "CUDA_VERSION"
+        text = f"no NVIDIA GPU, and it stands over {variable}={container.variable(variable)}; name the GPU in it too"
+        trace.warn("CDI annotation", ",".join(names), f"annotation {', '.join(keys)}", text)
+
+
+def _names_gpu(name: str, settings: Settings) -> bool:
+    kind, equals, _ = name.partition("=")
+    vendor, _, class_name = kind.partition("/")
+    ours = f".{vendor}".endswith(".nvidia.com") and class_name.startswith(("gpu", "mig"))
+    return not equals or kind == settings.cdi_default_kind or ours
 
 
 def _variable(container: Container, settings: Settings) -> str:
