@@ -39,6 +39,9 @@ def test_offered_once_the_daemon_answers(tmp_path, monkeypatch, caplog):
         plugin.until(lambda: "ended with 1" in caplog.text)
         assert kubelet.resources() == {}
         (pipe / "answers").touch()
+        plugin.until(lambda: f"it answers and has no limits yet: no {root / GPU}/.started" in caplog.text)
+        assert kubelet.resources() == {}
+        (root / GPU / ".started").touch()
         kubelet.wait_for(GPU, 4)
         allocation = kubelet.allocate("p", "c", {GPU: 1})
     assert allocation.envs == {

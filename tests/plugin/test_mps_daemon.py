@@ -15,7 +15,7 @@ import pytest
 
 from gpulet.errors import NodeError
 from gpulet.node.gpu import Lost
-from gpulet.plugin import mps, mps_control, mps_daemon
+from gpulet.plugin import mps, mps_control, mps_daemon, mps_process
 from gpulet.plugin.config import Config, load
 from gpulet.plugin.resources import inventory
 from gpulet.plugin.sharing import Shared, Sharing
@@ -98,6 +98,17 @@ def test_only_some_gpus_shared():
     assert mps_control.plan(shared[0]).commands[-1] == "set_default_active_thread_percentage 25"
 
 
+def test_only_some_gpus_shared_under_the_same_name():
+    sharing = Sharing((Shared(GPU, 4, devices=("1",)),), True)
+    (resource,) = inventory(facts(3), Config(mps=sharing, mps_root="/m")).resources
+    plan = mps_control.plan(resource)
+    assert plan.uuids == (gpu_uuid(1),)
+    assert plan.commands == (
+        "set_default_device_pinned_mem_limit 1 20480M",
+        "set_default_active_thread_percentage 25",
+    )
+
+
 def test_started_told_and_ended(site):
     daemons = service(site, facts(2))
     daemons.follow()
@@ -115,7 +126,8 @@ def test_started_told_and_ended(site):
     daemons.follow()
     assert told(site) == before
     daemons.stop()
-    assert told(site)[len(before) :] == ["quit", *(f"smi -i {gpu_uuid(n)} -c DEFAULT" for n in (0, 1))]
+    assert told(site)[len(before)] == "quit"
+    assert sorted(told(site)[len(before) + 1 :]) == [f"smi -i {gpu_uuid(n)} -c DEFAULT" for n in (0, 1)]
     assert not (root / ".ready").exists() and not (root / GPU / ".started").exists()
     assert not (root / GPU / "log").exists()
 
@@ -162,7 +174,7 @@ def test_what_cannot_be_started_is_no_readiness(site):
 
 
 def test_a_program_that_hangs(site, monkeypatch):
-    monkeypatch.setattr(mps_control, "TIMEOUT", 0.2)
+    monkeypatch.setattr(mps_process, "TIMEOUT", 0.2)
     (site / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(NodeError, match="timed out"):
         service(site, facts(1)).follow()
@@ -233,12 +245,13 @@ def test_a_driver_that_hangs_keeps_nobody_from_ending_it(site, caplog, monkeypat
     keeper.follow()
     hung.clear()
     threading.Timer(0.5, stop.set).start()
-    with pytest.raises(NodeError, match="ended before"):
+    with pytest.raises(mps_process.Ended, match="ended before"):
         keeper.follow()
     assert caplog.text.count("the driver gave no answer within 0.1 s: waiting for it") == 1
     keeper.stop()
     hung.set()
-    assert told(site)[-3:] == ["quit", *(f"smi -i {gpu_uuid(index)} -c DEFAULT" for index in (0, 1))]
+    assert told(site)[-3] == "quit"
+    assert sorted(told(site)[-2:]) == [f"smi -i {gpu_uuid(index)} -c DEFAULT" for index in (0, 1)]
 
 
 @pytest.mark.root
@@ -342,7 +355,7 @@ def test_one_resources_trouble_is_not_the_others(site):
     (site / "mps" / "nvidia.com" / "big").write_text("in the way")
     with pytest.raises(OSError):
         running.follow()
-    assert list(running.controls) == ["nvidia.com/small"]
+    assert [name for name, control in running.controls.items() if control.up] == ["nvidia.com/small"]
     assert not (site / "mps" / ".ready").exists()
     running.stop()
 
@@ -391,3 +404,185 @@ def test_a_gpu_whose_mode_cannot_be_set_is_left_for_later(site, caplog):
     program.write_text(well + refuse)
     running.stop()
     assert f"smi -i {gpu_uuid(1)} -c DEFAULT" in told(site)
+
+
+REFUSES = 'case "$told" in set_default_device*) echo invalid command >&2; exit 1;; esac\n[ "$told" = quit ]'
+
+
+def exclusive(site):
+    """The GPUs that aren't everybody's, by what nvidia-smi was told."""
+    modes = {line.split()[2]: line.split()[4] for line in told(site) if line.startswith("smi ")}
+    return sorted(uuid for uuid, mode in modes.items() if mode != "DEFAULT")
+
+
+def replace_in(program, old, new):
+    text = program.read_text()
+    assert old in text
+    program.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("way", ["the program's end", "MPS turned off", "another run"])
+def test_what_is_half_started_is_ended_too(site, way):
+    replace_in(site / "bin" / mps.PROGRAM, '[ "$told" = quit ]', REFUSES)
+    daemons = service(site, facts(2))
+    with pytest.raises(NodeError, match="ended with 1: invalid command"):
+        daemons.follow()
+    assert exclusive(site) == [gpu_uuid(0), gpu_uuid(1)]
+    assert not (site / "mps" / GPU / ".started").exists()
+    if way == "the program's end":
+        daemons.stop()
+    else:
+        write(site, 0)
+        daemons = daemons if way == "MPS turned off" else service(site, facts(2))
+        daemons.follow()
+        assert daemons.controls == {}
+    assert told(site).count("quit") == 1
+    assert exclusive(site) == []
+    assert sorted(path.name for path in (site / "mps" / GPU).iterdir()) == ["pipe"]
+
+
+@pytest.mark.parametrize("missing", [mps.PROGRAM, "nvidia-smi"])
+def test_no_gpu_is_taken_where_a_program_is_missing(site, monkeypatch, missing):
+    (site / "bin" / missing).unlink()
+    (site / "bin" / "env").symlink_to(shutil.which("env"))
+    monkeypatch.setenv("PATH", str(site / "bin"))
+    daemons = service(site, facts(2))
+    with pytest.raises(NodeError, match=f"{missing} is neither in"):
+        daemons.follow()
+    daemons.stop()
+    assert told(site) == []
+
+
+def test_what_a_killed_run_left_is_ended_where_it_is_not_wanted_any_more(site, caplog):
+    service(site, facts(2)).follow()
+    write(site, 0)
+    daemons = service(site, facts(2))
+    for _ in range(2):
+        daemons.follow()
+    assert told(site).count("quit") == 1
+    assert exclusive(site) == []
+    assert caplog.text.count(f"run left the MPS daemon of {GPU} behind, ending it: {gpu_uuid(0)}, {gpu_uuid(1)}") == 1
+
+
+def test_gpus_of_a_daemon_that_another_program_left_are_for_people_to_set_back(site, caplog):
+    service(site, facts(1)).follow()
+    (site / "mps" / GPU / ".held").unlink()
+    write(site, 0)
+    daemons = service(site, facts(1))
+    for _ in range(2):
+        daemons.follow()
+    assert told(site)[-1] == "quit"
+    assert caplog.text.count("which GPUs it had isn't known: set those that are still exclusive back") == 1
+
+
+def test_only_what_is_ours_in_the_folder_is_ended(site):
+    (site / "mps" / "shm").mkdir(parents=True)
+    (site / "mps" / "example.com" / "gpu" / "pipe").mkdir(parents=True)
+    (site / "mps" / "example.com" / "gpu" / "pipe" / "control").write_text("alive")
+    (site / "mps" / GPU / "pipe").mkdir(parents=True)
+    write(site, 0)
+    service(site, facts(1)).follow()
+    assert told(site) == []
+    assert mps_daemon.left_behind("") == []
+
+
+def test_a_killed_run_of_another_plan(site):
+    """Its daemon is taken over, GPUs that aren't shared any more are everybody's, and new limits are set before
+    anybody counts on them."""
+    service(site, facts(2)).follow()
+    mark = site / "mps" / GPU / ".started"
+    replace_in(site / "c.yaml", "replicas: 3", "replicas: 4, devices: [1]")
+    replace_in(
+        site / "bin" / mps.PROGRAM, "told=$(cat)", f'told=$(cat)\n[ -e {mark} ] && echo "marked $told" >> {site}/log'
+    )
+    service(site, facts(2)).follow()
+    assert exclusive(site) == [gpu_uuid(1)]
+    assert "quit" not in told(site)
+    assert [line for line in told(site) if line.startswith("marked set")] == []
+    assert mark.read_text().splitlines()[-1] == "set_default_active_thread_percentage 25"
+
+
+def test_a_killed_run_of_the_same_plan_stays_ready(site):
+    service(site, facts(1)).follow()
+    mark = site / "mps" / GPU / ".started"
+    replace_in(
+        site / "bin" / mps.PROGRAM, "told=$(cat)", f'told=$(cat)\n[ -e {mark} ] && echo "marked $told" >> {site}/log'
+    )
+    service(site, facts(1)).follow()
+    assert "marked set_default_active_thread_percentage 33" in told(site)
+
+
+def test_under_another_name_the_gpus_stay_the_daemons(site):
+    service(site, facts(1)).follow()
+    replace_in(site / "c.yaml", "replicas: 3", "replicas: 3, rename: gpu.shared")
+    daemons = service(site, facts(1))
+    for _ in range(2):
+        daemons.follow()
+    assert exclusive(site) == [gpu_uuid(0)]
+    assert told(site).count("quit") == 1
+    write(site, 0)
+    daemons.follow()
+    assert exclusive(site) == []
+    assert daemons.controls == {} and mps_daemon.left_behind(str(site / "mps")) == []
+
+
+def test_a_gpu_that_cannot_be_given_back_is_tried_again_and_told_once(site, caplog):
+    service(site, facts(2)).follow()
+    program = site / "bin" / "nvidia-smi"
+    well = program.read_text()
+    program.write_text(f'#!/bin/sh\ncase "$*" in *{gpu_uuid(0)}*) echo busy; exit 15;; esac\n' + well)
+    write(site, 0)
+    for daemons in (service(site, facts(2)), service(site, facts(2))):  # another run takes it up
+        caplog.clear()
+        for _ in range(2):
+            daemons.follow()
+        assert exclusive(site) == [gpu_uuid(0)]
+        assert caplog.text.count(f"GPU {gpu_uuid(0)} isn't everybody's again") == 1
+    program.write_text(well)
+    daemons.follow()
+    assert exclusive(site) == []
+    assert daemons.controls == {}
+
+
+def test_every_step_of_the_end_is_tried_in_time_though_each_hangs(site, monkeypatch, caplog):
+    monkeypatch.setattr(mps_process, "LAST_TIMEOUT", 0.5)
+    stop = threading.Event()
+    daemons = mps_daemon.Service(lambda: load(words(site), {}), lambda config: facts(8), stop)
+    daemons.follow()
+    for name in (mps.PROGRAM, "nvidia-smi"):  # what hangs may have children, and hold our pipes
+        (site / "bin" / name).write_text(f'#!/bin/sh\necho "tried $*" >> {site}/log\nsleep 61\n')
+    stop.set()
+    began = time.monotonic()
+    daemons.stop()
+    assert time.monotonic() - began < 5
+    assert sorted(line for line in told(site) if line.startswith("tried")) == [
+        "tried ",
+        *(f"tried -i {gpu_uuid(n)} -c DEFAULT" for n in range(8)),
+    ]
+    assert caplog.text.count("timed out after 0.5 seconds") == 9
+    time.sleep(0.2)
+    lines = [Path(f"/proc/{pid}/cmdline") for pid in os.listdir("/proc") if pid.isdigit()]
+    assert not any(b"sleep\x0061\0" in line.read_bytes() for line in lines if line.exists())
+
+
+def test_a_start_that_hangs_is_given_up_for_the_end(site, caplog):
+    stop = threading.Event()
+    replace_in(site / "bin" / mps.PROGRAM, "    exit 0", "    sleep 60")
+    daemons = mps_daemon.Service(lambda: load(words(site), {}), lambda config: facts(1), stop)
+    threading.Timer(0.5, stop.set).start()
+    began = time.monotonic()
+    with pytest.raises(mps_process.Ended):
+        daemons.follow()
+    daemons.stop()
+    assert time.monotonic() - began < 5
+    assert told(site)[-2:] == ["quit", f"smi -i {gpu_uuid(0)} -c DEFAULT"]
+    assert caplog.text == ""
+
+
+def test_a_daemon_that_keeps_its_starters_pipes_is_waited_for_no_longer_than_its_starter(site):
+    replace_in(site / "bin" / mps.PROGRAM, "    exit 0", "    sleep 3 &\n    exit 0")
+    began = time.monotonic()
+    daemons = service(site, facts(1))
+    daemons.follow()
+    assert time.monotonic() - began < 2.5
+    daemons.stop()

@@ -1,4 +1,4 @@
-"""MPS on the plugin's side: a resource shared through MPS is offered while its control daemon answers.
+"""MPS on the plugin's side: a resource shared through MPS is offered while its control daemon answers, with its limits.
 
 Who starts the control daemons is mps_daemon.py, a program of its own: they must outlive the plugin.
 """
@@ -16,6 +16,7 @@ from gpulet.plugin.resources import Resource
 PROGRAM = "nvidia-cuda-mps-control"
 MOUNTED = "/mps"  # where a container of the plugin has the host's MPS folder
 QUESTION = "get_default_active_thread_percentage"
+CONTROL, STARTED, HELD = "control", ".started", ".held"  # see mps_daemon.py
 ANSWER_TIMEOUT = 5.0  # seconds; a control process that hangs must not hold up anything else
 CLIENTS, CLIENTS_BEFORE_VOLTA = 48, 16  # how many clients one GPU takes (MPS documentation)
 
@@ -42,6 +43,11 @@ def shared(resource: Resource, config: Config) -> bool:
 def folder(config: Config) -> str:
     """The folder of all MPS files, as this process sees it."""
     return MOUNTED if os.path.isdir(MOUNTED) else config.mps_root
+
+
+def started(resource: str, config: Config) -> str:
+    """The file that is there while a resource's control daemon has been told its limits."""
+    return os.path.join(folder(config), resource, STARTED)
 
 
 def find_program(name: str, config: Config) -> tuple[str | None, str]:
@@ -94,4 +100,7 @@ async def problem(resource: str, config: Config) -> str:
     if process.returncode:
         words = " ".join(output.decode(errors="replace").split())
         return f"{waiting}: {PROGRAM} ended with {process.returncode}: {words}"
+    mark = started(resource, config)
+    if not os.path.exists(mark):  # the peer's mps-control-daemon makes it too
+        return f"{waiting}: it answers and has no limits yet: no {mark}; the log of mps-control-daemon says why"
     return ""

@@ -1,34 +1,40 @@
-"""One MPS control daemon: what it is to be, how it is started, told its limits, asked and ended. For mps_daemon.py."""
+"""One MPS control daemon: what it is to be, how it is started, told its limits, asked and ended. For mps_daemon.py.
+
+Whatever has been begun can be undone, by us or by the next run after us: a GPU is noted in a file before it is taken
+from everybody, and the note goes when it has been given back.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
-import subprocess
+import threading
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from gpulet.errors import GpuletError, NodeError
-from gpulet.plugin import mps
+from gpulet.plugin import aside, files, mps
 from gpulet.plugin.config import Config
+from gpulet.plugin.mps_process import run
 from gpulet.plugin.resources import Resource
 
 log = logging.getLogger(__name__)
 
-TIMEOUT = 30.0  # seconds for any one process that we start: a hung one must not stop the others
+SMI = "nvidia-smi"
 SELINUX, LABEL = "/sys/fs/selinux", b"system_u:object_r:container_file_t:s0\0"  # containers may use the pipe
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one resource's control daemon is to be. uuids: its GPUs; limits: what it is told of each of them, "" for
-    nothing; threads: of all."""
+    """What one resource's control daemon is to be, by default nothing any more. uuids: its GPUs; limits: what it is
+    told of each of them, "" for nothing; threads: of all."""
 
     resource: str
-    uuids: tuple[str, ...]
-    limits: tuple[str, ...]
-    threads: str
+    uuids: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    threads: str = ""
 
     @property
     def commands(self) -> tuple[str, ...]:
@@ -37,53 +43,80 @@ class Plan:
 
 
 def plan(resource: Resource) -> Plan:
-    """The plan for a shared resource.
+    """The plan for a resource of which all devices, or some, are shared.
 
     Each replica may pin its part of a GPU's memory, in whole MiB, and use its part of the threads, in whole percent.
     The memory's limit goes by index: by UUID the control daemon takes it and doesn't apply it.
     """
-    gpus = {device.base: device for device in resource.devices}
+    replicas = [device for device in resource.devices if device.replicas]
+    gpus = {device.base: device for device in replicas}
     limits = tuple(
         f"set_default_device_pinned_mem_limit {device.index} {(device.memory // device.replicas) >> 20}M"
         if device.memory
         else ""
         for device in gpus.values()
     )
-    threads = f"set_default_active_thread_percentage {100 * len(gpus) // len(resource.devices)}"
+    threads = f"set_default_active_thread_percentage {100 * len(gpus) // len(replicas)}"
     return Plan(resource.name, tuple(gpus), limits, threads)
 
 
 class Control:
-    """One resource's control daemon."""
+    """One resource's control daemon. ending: set once we are to end, which gives up whatever doesn't belong to that.
 
-    def __init__(self, plan: Plan, config: Config) -> None:
+    up: whether it has been started and told everything; held: the GPUs that are, or may be, not everybody's.
+    """
+
+    def __init__(self, plan: Plan, config: Config, ending: threading.Event | None = None) -> None:
         self.plan, self.config = plan, config
         self.environ = mps.environment(plan.resource, config)
         self.pipe = self.environ["CUDA_MPS_PIPE_DIRECTORY"]
         self.log = self.environ["CUDA_MPS_LOG_DIRECTORY"]
-        self.started = os.path.join(os.path.dirname(self.pipe), ".started")
+        self.control = os.path.join(self.pipe, mps.CONTROL)  # the daemon makes it first of all
+        self.started = mps.started(plan.resource, config)
+        self.note = os.path.join(os.path.dirname(self.pipe), mps.HELD)
+        self.up = False
+        self.held: tuple[str, ...] = _noted(self.note)
+        self._ending = ending or threading.Event()
+        self._begun = False  # whether a daemon of ours may be there, be it without a control file yet
         self._read = 0  # how much of control.log has been passed on
         self._left: dict[str, str] = {}  # GPUs without their mode and limit yet, and why
+        self._kept: dict[str, str] = {}  # GPUs that couldn't be given back, and why
 
     def start(self, lost: Container[str] = ()) -> None:
         """Run it, unless it already does, and set the limits. A GPU that is lost, or for which its mode can't be set,
-        is left for later: the others' clients have nothing to do with it. Raises NodeError."""
+        is left for later: the others' clients have nothing to do with it. Raises NodeError, OSError, Ended; what has
+        been done until then is for another start or for stop."""
+        for name in (mps.PROGRAM, SMI):  # before any GPU is taken from everybody
+            self._program(name)
         self._left = {}
+        self._release(self.plan.uuids)  # what another plan, of an earlier run, had
+        self._hold((*self.held, *self.plan.uuids))
         self._claim(self.plan.uuids, lost)
         for folder in (self.pipe, self.log):
             os.makedirs(folder, 0o755, exist_ok=True)
         if os.path.isdir(SELINUX):
             os.setxattr(self.pipe, "security.selinux", LABEL)
-        if self.problem():
+        problem, told = self.problem(), "\n".join(self.plan.commands)
+        if problem or _text(self.started) != told:  # else it has these limits already, and its clients may go on
+            remove(self.started)
+        if problem:
+            self._begun = True
             self._run(mps.PROGRAM, "-d")
         for command in (*self._limits(self.plan.uuids), self.plan.threads):
             self._run(mps.PROGRAM, told=command)
-        with open(self.started, "w", encoding="ascii"):
-            pass
+        with open(self.started, "w", encoding="ascii") as stream:
+            stream.write(told)
+        self.up = True
         log.info("MPS daemon of %s runs: %s", self.plan.resource, "; ".join(self.plan.commands))
 
+    def fell(self) -> None:
+        """It has died: nobody may count on it until it is started again."""
+        self.up = False
+        remove(self.started)
+
     def catch_up(self, lost: Container[str]) -> None:
-        """Set what was left for later, for GPUs that have come back. Raises NodeError."""
+        """Set what was left for later, for GPUs that have come back. Raises NodeError, Ended."""
+        self._release(self.plan.uuids)
         back = [uuid for uuid in self._left if uuid not in lost]
         if back:
             self._claim(back, lost)
@@ -99,7 +132,7 @@ class Control:
                 problem = NodeError(f"GPU {uuid} doesn't answer")
             else:
                 try:
-                    self._run("nvidia-smi", "-i", uuid, "-c", "EXCLUSIVE_PROCESS")
+                    self._run(SMI, "-i", uuid, "-c", "EXCLUSIVE_PROCESS")
                 except NodeError as error:
                     problem = error
             if problem:
@@ -118,8 +151,8 @@ class Control:
         return (limits[uuid] for uuid in uuids if uuid not in self._left and limits[uuid])
 
     def problem(self) -> str:
-        """ "" where the daemon answers, else why we think that it doesn't run."""
-        if not os.path.exists(os.path.join(self.pipe, "control")):  # the daemon makes it first of all
+        """ "" where the daemon answers, else why we think that it doesn't run. Raises Ended."""
+        if not os.path.exists(self.control):
             return f"no control file in {self.pipe}"
         try:
             self._run(mps.PROGRAM, told=mps.QUESTION)
@@ -127,21 +160,53 @@ class Control:
             return str(error)
         return ""
 
-    def stop(self) -> None:
-        """End it and give the GPUs back to everybody; goes on where a step fails, since the next ones still help."""
-        calls = [
-            (mps.PROGRAM, (), "quit"),
-            *(("nvidia-smi", ("-i", uuid, "-c", "DEFAULT"), "") for uuid in self.plan.uuids),
-        ]
-        for name, words, told in calls:
+    def stop(self, wanted: Container[str] = ()) -> bool:
+        """End it and give the GPUs back to everybody, but for those that are wanted for another one. Every step is
+        tried, since the next ones still help. Returns whether nothing is held any more; else it may be called again."""
+        self.fell()
+        if self._begun or os.path.exists(self.control):
             try:
-                self._run(name, *words, told=told)
+                self._run(mps.PROGRAM, told="quit", last=True)
             except NodeError as error:
                 log.warning("%s", error)
-        for path in (self.started, os.path.join(self.pipe, "control")):
-            remove(path)
+            remove(self.control)
+            self._begun = False
+        self._release(wanted)
         self.pass_on_log()
         shutil.rmtree(self.log, ignore_errors=True)
+        return not self.held
+
+    def _release(self, wanted: Container[str]) -> None:
+        """Give GPUs back, all at once: one that hangs isn't to take the others' time. What fails is told once."""
+        done = {
+            uuid: aside.begin(self._run, SMI, "-i", uuid, "-c", "DEFAULT", last=True)
+            for uuid in self.held
+            if uuid not in wanted
+        }
+        problems = {uuid: str(error) for uuid, promise in done.items() if (error := promise.exception())}
+        for uuid, problem in problems.items():
+            if self._kept.get(uuid) != problem:
+                log.warning("GPU %s isn't everybody's again: %s", uuid, problem)
+        self._kept = problems
+        try:
+            self._hold(uuid for uuid in self.held if uuid not in done or uuid in problems)
+        except OSError as error:
+            log.warning("%s can't be written: %s", self.note, error.strerror)
+
+    def _hold(self, uuids: Iterable[str]) -> None:
+        """Have this as the GPUs that aren't everybody's, and note it for the run after us. Raises OSError."""
+        held = tuple(dict.fromkeys(uuids))
+        if held == self.held:
+            return
+        if held:
+            os.makedirs(os.path.dirname(self.note), 0o755, exist_ok=True)
+            with open(f"{self.note}.new", "w", encoding="utf-8") as stream:
+                stream.write("".join(f"{uuid}\n" for uuid in held))
+            os.replace(f"{self.note}.new", self.note)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.note)
+        self.held = held
 
     def pass_on_log(self) -> None:
         """What the daemon has written since the last time, into our log."""
@@ -155,21 +220,29 @@ class Control:
         except OSError:
             pass  # nothing written yet
 
-    def _run(self, name: str, *words: str, told: str = "") -> str:
+    def _program(self, name: str) -> str:
         program, where = mps.find_program(name, self.config)
         if program is None:
             raise NodeError(f"{name} is neither in {where}", remedy="look at --driver-root")
-        about = f"{name} {' '.join(words) or repr(told)}"
-        try:
-            done = subprocess.run(
-                [program, *words], env=self.environ, input=told.encode(), capture_output=True, timeout=TIMEOUT
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NodeError(f"{about} of {self.plan.resource} failed", seen=error) from error
-        if done.returncode:
-            said = b" ".join((done.stderr or done.stdout).split()).decode(errors="replace")
-            raise NodeError(f"{about} of {self.plan.resource} ended with {done.returncode}", seen=said or None)
-        return done.stdout.decode(errors="replace")
+        return program
+
+    def _run(self, name: str, *words: str, told: str = "", last: bool = False) -> None:
+        """Run a program to its end. last: it belongs to our own end. Raises NodeError; Ended where it doesn't."""
+        about = f"{name} {' '.join(words) or repr(told)} of {self.plan.resource}"
+        run([self._program(name), *words], about, self.environ, told, self._ending, last=last)
+
+
+def _noted(path: str) -> tuple[str, ...]:
+    """The GPUs that an earlier run noted and didn't give back."""
+    return tuple(_text(path).split())
+
+
+def _text(path: str) -> str:
+    """A file's text, "" where it can't be read."""
+    try:
+        return files.read(path)
+    except (OSError, ValueError):
+        return ""
 
 
 def remove(path: str) -> None:

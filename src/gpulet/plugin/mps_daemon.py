@@ -4,7 +4,8 @@ A program apart from the plugin, since an MPS control daemon must outlive a rest
 of every process that computes through it. Layout of the MPS folder, as the peer's containers know it:
 
     <resource>/pipe, <resource>/log    what the control daemon and its clients share
-    <resource>/.started, .ready        there while the daemon, all daemons are up
+    <resource>/.started, .ready        there while the daemon, all daemons are up (ours: with what it was told)
+    <resource>/.held                   (ours) the GPUs that are to be given back to everybody
     shm                                the clients' /dev/shm
 """
 
@@ -25,7 +26,9 @@ from gpulet.plugin import aside, mps
 from gpulet.plugin.config import Config
 from gpulet.plugin.generation import with_lost
 from gpulet.plugin.mps_control import Control, Plan, plan, remove
+from gpulet.plugin.mps_process import Ended
 from gpulet.plugin.resources import inventory
+from gpulet.plugin.sharing import PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +57,15 @@ class Service:
         on running."""
         config = self._load()
         wanted = self._plans(config)
+        gpus = {uuid for new in wanted.values() for uuid in new.uuids}
+        for name in left_behind(mps.folder(config)):
+            if name not in wanted and name not in self.controls:
+                self.controls[name] = self._leftover(name, config)
         for name, control in list(self.controls.items()):
             if wanted.get(name) != control.plan or mps.environment(name, config) != control.environ:
-                self.controls.pop(name).stop()
+                ended = control.stop(gpus)
+                if ended or name in wanted:  # else tried again at the next look
+                    del self.controls[name]
         self._ready = os.path.join(mps.folder(config), ".ready")
         problems: list[GpuletError | OSError] = []
         for name, new in wanted.items():
@@ -84,8 +93,17 @@ class Service:
         mps.check(offered.resources)
         return {one.name: plan(one) for one in offered.resources if mps.shared(one, config)}
 
+    def _leftover(self, name: str, config: Config) -> Control:
+        """What an earlier run left of a resource that isn't wanted any more, to be ended."""
+        control = Control(Plan(name), config, self._stop)
+        which = ", ".join(control.held) or (
+            "which GPUs it had isn't known: set those that are still exclusive back with nvidia-smi -i GPU -c DEFAULT"
+        )
+        log.warning("an earlier run left the MPS daemon of %s behind, ending it: %s", name, which)
+        return control
+
     def _ask(self, config: Config) -> NodeFacts:
-        """What the node has. Raises NodeError, also where we are to end before it has answered."""
+        """What the node has. Raises NodeError, or Ended where we are to end before it has answered."""
         answer, told = aside.begin(self._look, config), False
         began = time.monotonic()
         while not self._stop.is_set():
@@ -97,28 +115,45 @@ class Service:
             if not told and time.monotonic() - began >= aside.PATIENCE:
                 told = True
                 log.error("%s: waiting for it", aside.Unanswered())
-        raise NodeError("ended before the node has answered")
+        raise Ended("ended before the node has answered")
 
     def _keep(self, name: str, new: Plan, config: Config) -> None:
         control = self.controls.get(name)
-        if control is None:
-            control = Control(new, config)
-            control.start(self._lost)
-            self.controls[name] = control
-        elif problem := control.problem():
+        if control is None:  # known before it is started: what a start leaves half done has to be ended too
+            control = self.controls[name] = Control(new, config, self._stop)
+        elif control.up and (problem := control.problem()):
             log.error("the MPS daemon of %s has died, starting it again: %s", name, problem)
-            remove(control.started)
-            control.start(self._lost)
-        else:
+            control.fell()
+        if control.up:
             control.catch_up(self._lost)
+        else:
+            control.start(self._lost)
         control.pass_on_log()
 
     def stop(self) -> None:
-        """End all of them."""
+        """End all of them, at the same time: a Pod's end has its limit."""
         if self._ready:
             remove(self._ready)
-        for name in list(self.controls):
-            self.controls.pop(name).stop()
+        ends = {name: aside.begin(control.stop) for name, control in self.controls.items()}
+        for name, end in ends.items():
+            if error := end.exception():
+                log.error("the end of the MPS daemon of %s failed", name, exc_info=error)
+        self.controls.clear()
+
+
+def left_behind(root: str) -> list[str]:
+    """The resources in an MPS folder that have a control daemon, or GPUs that aren't everybody's. Only what is in the
+    places that this program gives them counts: other daemons are other people's."""
+    try:
+        names = sorted(os.listdir(os.path.join(root, PREFIX))) if root else []
+    except OSError:
+        return []
+    signs = (mps.HELD, os.path.join("pipe", mps.CONTROL))
+    return [
+        f"{PREFIX}{name}"
+        for name in names
+        if any(os.path.exists(os.path.join(root, PREFIX, name, sign)) for sign in signs)
+    ]
 
 
 def mount_shm(root: str, total_kib: int) -> None:
@@ -160,7 +195,8 @@ def run(words: Sequence[str], load: Callable[[], Config], look: Callable[[Config
     signal.signal(signal.SIGHUP, lambda number, frame: wake.set())
     config = load()  # one that can't be used ends the program at once, later the last one stays in force
     if not config.mps_active:
-        log.info("nothing is shared through MPS: waiting for a configuration that does")
+        unknown = "" if mps.folder(config) else "; what an earlier run may have left can't be looked for: no --mps-root"
+        log.info("nothing is shared through MPS: waiting for a configuration that does%s", unknown)
     service = Service(load, look, stop)
     try:
         while not stop.is_set():
