@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 
+from gpulet.commands.cdi_generate import Options, generate_spec
 from gpulet.engines.launchers import write_launchers
+from gpulet.injection import cdi
 from gpulet.sim import node as sim
 from gpulet.sim import rootfs
 from gpulet.sim.cgroups import hierarchies, remove_tree
@@ -175,6 +177,40 @@ def test_every_kind_of_image_gets_its_gpus(podman: Podman, way: str, libc: str) 
     driver = [one for one in seen["files"] if f".so.{podman.node.description.driver}" in one["path"]]
     assert {"libcuda", "libnvidia-ml"} <= {Path(one["path"]).name.split(".so")[0] for one in driver}
     assert all({"ro", "nosuid", "nodev"} <= set(one["flags"]) for one in driver)
+
+
+NVIDIAS = ["nvidia-cdi-hook", "nvidia-ctk", *filter(None, [os.environ.get("PEER_CTK")])]
+
+
+def hooks_one_by_one(podman: Podman, program: str) -> None:
+    """The specification as the plugin writes it where the host's hook program isn't ours: ours under a name of
+    NVIDIA's, or NVIDIA's own, which PEER_CTK names.
+    """
+    hook = podman.folder / "bin" / program  # an absolute one stays
+    if not hook.exists():
+        hook.symlink_to("gpulet-cdi-hook")
+    spec, _facts = generate_spec(Options(root=str(podman.node.root), hook_path=str(hook), target="podman=4.3"))
+    assert len(spec["containerEdits"]["hooks"]) == 5 and "prepare" not in str(spec)
+    cdi.write_spec(spec, str(podman.folder / "cdi/nvidia.yaml"))
+
+
+@pytest.mark.parametrize("libc", ["glibc", "musl", "none"])
+@pytest.mark.parametrize("program", NVIDIAS)
+def test_nvidias_hooks_one_by_one_bring_the_same(podman: Podman, program: str, libc: str) -> None:
+    hooks_one_by_one(podman, program)
+    seen = podman.probe(podman.run("cdi", libc, ",".join(map(str, GPUS)), options=("--rm",)))
+    podman.check(seen, loads=libc != "none")
+
+
+@pytest.mark.parametrize("program", NVIDIAS)
+def test_nvidias_hooks_one_by_one_make_the_links_of_the_containers_gpus(podman: Podman, program: str) -> None:
+    hooks_one_by_one(podman, program)
+    links = "/dev/dri/by-path/* /usr/lib/*/libcuda.so /usr/lib/*/libcuda.so.1"
+    script = f"for link in {links}; do readlink $link; done; /sbin/ldconfig -p | grep -c 'libcuda.so.1 '"
+    done = podman.run("cdi", "glibc", "6", "/bin/sh", "-c", script, options=("--rm",))
+    assert done.returncode == 0, done.stderr
+    version = podman.node.description.driver
+    assert done.stdout.split() == ["../card7", "../renderD134", "libcuda.so.1", f"libcuda.so.{version}", "1"]
 
 
 @pytest.mark.parametrize("way", WAYS)
