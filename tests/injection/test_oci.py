@@ -203,3 +203,24 @@ def test_network_devices_and_resource_control() -> None:
         "netDevices": {"eth8": {"name": "y"}, "eth9": {"name": "net0"}},
         "intelRdt": {"closID": "x", "schemata": ["a", "b"]},
     }
+
+
+MOUNTED = Injection(mounts=(Mount("/host/libcuda.so.1", "/usr/lib/libcuda.so.1", ("ro", "rbind")),))
+
+
+def test_in_a_user_namespace_every_bind_mount_has_a_type() -> None:
+    """Else crun until 1.28 dies where a container joins the namespaces of its Pod."""
+    before = config() | {
+        "mounts": [{"destination": "/data", "source": "/b", "options": ["bind"]}, {"destination": "/x"}]
+    }
+    before["linux"]["namespaces"] = [{"type": "user"}]
+    after = oci.apply(before, MOUNTED)
+    kinds = {entry["destination"]: entry.get("type") for entry in after["mounts"]}
+    assert kinds == {"/data": "bind", "/usr/lib/libcuda.so.1": "bind", "/x": None}
+    assert oci.apply(after, MOUNTED) == after
+    assert "type" not in before["mounts"][0]
+
+
+def test_elsewhere_a_mount_is_written_as_the_specification_has_it() -> None:
+    added = {entry["destination"]: entry for entry in oci.apply(config(), MOUNTED)["mounts"]}["/usr/lib/libcuda.so.1"]
+    assert "type" not in added

@@ -228,3 +228,9 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero")
     with pytest.raises(BundleError, match="not a regular file"):
         read_config(str(path))
+
+
+def test_a_sandbox_of_cri_o_stays_one_whatever_its_pod_calls_it() -> None:
+    """CRI-O lets a Pod's annotation change a sandbox's type."""
+    forged = CRIO | {"io.kubernetes.cri-o.ContainerType": "container", "io.kubernetes.container.name": "POD"}
+    assert container(annotations=forged).type == "sandbox"

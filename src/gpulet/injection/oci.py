@@ -27,6 +27,7 @@ def apply(config: dict[str, Any], injection: Injection) -> dict[str, Any]:
         config["linux"] = _with_devices(config, injection.devices)
     if injection.mounts:
         config["mounts"] = _with_mounts(config.get("mounts") or [], injection.mounts)
+        config = with_types(config)
     for hook in injection.hooks:
         config = add_hook(config, hook)
     if injection.net_devices:
@@ -135,6 +136,28 @@ def _with_mounts(mounts: list[dict[str, Any]], added: tuple[Mount, ...]) -> list
     return sorted(merged, key=lambda entry: os.path.normpath(entry.get("destination") or "").count("/"))
 
 
+def with_types(config: dict[str, Any]) -> dict[str, Any]:
+    """The same, in a user namespace with a type for each mount that is one by its options alone.
+
+    The specification allows that, CDI specifications are written so, and crun until 1.28 dies of it where a container
+    joins a Pod's namespaces and has a user namespace (containers/crun#1948).
+    """
+    if not _has_user_namespace(config):
+        return config
+    mounts = [
+        {**entry, "type": "bind"}
+        if not entry.get("type") and {"bind", "rbind"} & set(entry.get("options") or ())
+        else entry
+        for entry in config.get("mounts") or ()
+    ]
+    return {**config, "mounts": mounts} if mounts != config.get("mounts") else config
+
+
+def _has_user_namespace(config: dict[str, Any]) -> bool:
+    namespaces = (config.get("linux") or {}).get("namespaces") or ()
+    return any(namespace.get("type") == "user" for namespace in namespaces)
+
+
 def seen_inside(config: dict[str, Any], gids: Iterable[int]) -> dict[int, int]:
     """The host's groups that the container has -> their numbers there, which is what additionalGids are.
 
@@ -143,7 +166,7 @@ def seen_inside(config: dict[str, Any], gids: Iterable[int]) -> dict[int, int]:
     """
     linux = config.get("linux") or {}
     wanted = [gid for gid in dict.fromkeys(gids) if gid]
-    if all(namespace.get("type") != "user" for namespace in linux.get("namespaces") or ()):
+    if not _has_user_namespace(config):
         return {gid: gid for gid in wanted}
     ids = ("containerID", "hostID", "size")
     spans = [tuple(span.get(name) or 0 for name in ids) for span in linux.get("gidMappings") or ()]

@@ -195,7 +195,8 @@ def _take_over(config: dict[str, Any], work: RootfsWork) -> tuple[dict[str, Any]
     names = [str(node.get("path")) for node in (config.get("linux") or {}).get("devices") or ()]
     minors = [number for number in map(cdi_hooks.gpu_number, names) if number >= 0]
     taken, remaining = cdi_hooks.take_over(config.get("hooks") or {}, minors=minors, nodes=names)
-    return oci.with_hooks(config, remaining), cdi_hooks.join([work, taken])
+    config = oci.with_hooks(config, remaining)
+    return (config if taken.empty() else oci.with_types(config)), cdi_hooks.join([work, taken])
 
 
 def _freeze(plan: Plan, container: Container, folder: str) -> None:
