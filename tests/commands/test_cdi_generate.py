@@ -98,6 +98,31 @@ def test_the_services_variables_count(
     capsys.readouterr()
 
 
+def test_a_folder_that_is_named_counts_for_nvml_too(capsys: Out, tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "h100x8", gpus=2)
+    apart = made.root / "lib/apart"
+    (made.root / "usr/lib/x86_64-linux-gnu").rename(apart)
+    (made.root / "etc/ld.so.cache").unlink()
+    assert generate(made, "--output", str(tmp_path / "x.yaml")) == 1
+    assert "NVML library not found" in capsys.readouterr().err
+    specs = [spec_of(capsys, made, "--library-search-path", folder) for folder in ("/lib/apart", str(apart))]
+    assert names_of(specs[0]) == ["0", "1", *sorted(gpu.uuid for gpu in made.gpus), "all"] and specs[0] == specs[1]
+    assert spec_of(capsys, made, "--mode", "management", "--library-search-path", "/lib/apart")["devices"]
+
+
+def test_a_driver_without_the_library_that_cuda_is_has_a_gap(capsys: Out, tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "h100x8", gpus=1)
+    for path in (made.root / "usr/lib/x86_64-linux-gnu").glob("libcuda.so*"):
+        path.unlink()
+    said = "compute: no libcuda.so.1 of this driver; install it, or name its folder with --library-search-path"
+    assert generate(made, "--output", str(tmp_path / "x.yaml")) == 0
+    assert said in capsys.readouterr().err
+    assert generate(made, "--strict", "--output", str(tmp_path / "y.yaml")) == 1
+    assert main(["node", "--driver-root", str(made.root), "--json"]) == 0
+    trouble = json.loads(capsys.readouterr().out)["trouble"]
+    assert trouble == ["compute: no libcuda.so.1 in this node's driver; install its package"]
+
+
 def spec_of(capsys: Out, made: node.SimNode, *words: str) -> dict[str, Any]:
     assert generate(made, *words) == 0
     spec: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)

@@ -250,6 +250,8 @@ def test_requirements_clause_by_clause(machine: Machine, tmp_path: Path) -> None
     assert done.returncode == 1
     assert "does not hold" in done.stdout
     assert explain(machine, "require").returncode == 2
+    env.write_text("\ufeffNVIDIA_REQUIRE_CUDA=cuda>=99\n")
+    assert "does not hold" in explain(machine, "require", "--image-env", str(env)).stdout
     env.write_bytes(b"A=\xff\n")
     done = explain(machine, "require", "--image-env", str(env))
     assert f"no NVIDIA_REQUIRE_* in {env}" in done.stderr

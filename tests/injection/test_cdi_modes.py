@@ -12,6 +12,7 @@ import pytest
 from gpulet.errors import CdiError, DriverNotFound, UsageError
 from gpulet.injection import build, cdi, cdi_fingerprint, cdi_modes, cdi_rules, cdi_targets, cdi_transform, csv_files
 from gpulet.node import driver, procfs
+from gpulet.node.driver_files import lacking
 from gpulet.node.gpu import CharDevice, Gpu, MigDevice, NodeFacts
 from gpulet.request.model import Request
 from support import driver_tree as tree
@@ -114,6 +115,7 @@ def test_wsl_has_one_device_and_the_newest_driver_store(tmp_path: Path) -> None:
         *(f"{store}/{name}" for name in names),
     ]
     assert "libnvdxgdmal.so.1" in [missing.name for missing in files.missing]
+    assert lacking(files, ("compute", "utility", "video")) == ()  # no file is of one capability there
     spec = cdi_modes.wsl_spec(facts, files)
     (only,) = spec["devices"]
     assert only["name"] == "all" and paths(only["containerEdits"]) == ["/dev/dxg"]
@@ -145,7 +147,9 @@ def test_lines_of_the_lists() -> None:
     text = (
         "dev, /dev/nvmap\n lib , /usr/lib/libx.so.1\n# no\n\ndev /dev/bad\nfoo, /x\nsym,relative\ndir, /lib/firmware\n"
     )
-    assert csv_files.parse(text) == [("dev", "/dev/nvmap"), ("lib", "/usr/lib/libx.so.1"), ("dir", "/lib/firmware")]
+    for mark in ("", "\ufeff"):
+        rows = [("dev", "/dev/nvmap"), ("lib", "/usr/lib/libx.so.1"), ("dir", "/lib/firmware")]
+        assert csv_files.parse(mark + text) == rows
 
 
 @pytest.mark.root

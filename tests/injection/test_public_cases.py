@@ -159,7 +159,7 @@ def test_c13_a_node_that_an_earlier_boot_left(tmp_path: Path) -> None:
     spec = cdi.make_spec(facts, driver.find(str(root)), calls=cdi.HookCalls("/bin/true"))
     told = f"device node {root}/dev/nvidia-uvm is 400:0, its driver has major {tree.UVM_MAJOR} since this boot"
     assert cdi_fingerprint.problems(spec, facts) == [told]
-    (gap,) = gaps(facts, "procfs")
+    (gap,) = gaps(facts, Options("procfs", str(root)))
     assert gap.startswith(f"/dev/nvidia-uvm has major 400, its driver {tree.UVM_MAJOR}")
 
 
@@ -168,8 +168,9 @@ def test_c14_no_uvm_when_the_spec_is_made(tmp_path: Path, capsys: pytest.Capture
     made = node.create(tmp_path / "n", "t4x1")
     for name in ("nvidia-uvm", "nvidia-uvm-tools"):
         (made.root / "dev" / name).unlink()
-    _spec, facts = generate_spec(Options(root=str(made.root)))
-    assert any("CUDA won't work" in text and "modprobe nvidia_uvm" in text for text in gaps(facts, "auto"))
+    options = Options(root=str(made.root))
+    _spec, facts = generate_spec(options)
+    assert any("CUDA won't work" in text and "modprobe nvidia_uvm" in text for text in gaps(facts, options))
     words = ["cdi", "generate", "--driver-root", str(made.root), "--output", str(tmp_path / "x.yaml")]
     assert main([*words, "--strict"]) == 1 and not (tmp_path / "x.yaml").exists()
     assert main(words) == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpulet.launch import argp, cli_report, container_cli
+from gpulet.node import ldcache
 from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
 from support import cli_node
 from support.cli_node import BINARIES, CONTROL, FIRMWARE, LIBRARIES, SOCKETS, uuid
@@ -185,6 +186,15 @@ class TestInfoByNvml:
         head = f"NVRM version:   {cli_node.VERSION}\nCUDA version:   12.4\n"
         text = head + "\n".join(block.format(index, uuid(index), index + 1) for index in range(8))
         assert cli("info", root=asked) == (0, tuple(text.split("\n")), "")
+
+    def test_nvml_lies_where_the_named_loader_cache_says(self, cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+        root = cli_node.lay(tmp_path / "root")
+        cli_node.lay_nvml(root)
+        (root / cli_node.FOLDER[1:]).rename(root / "lib/apart")
+        entry = ldcache.Entry("libnvidia-ml.so.1", "/lib/apart/libnvidia-ml.so.1")
+        (root / "other.cache").write_bytes(ldcache.write(ldcache.Cache((entry,))))
+        code, lines, _err = cli("--ldcache=/other.cache info --csv", root=str(root))
+        assert code == 0 and len(lines) == 4 + 8
 
     def test_csv(self, cli, asked: str) -> None:  # type: ignore[no-untyped-def]
         rows = (f"{i},{i},Mock NVIDIA A100-SXM4-40GB,Nvidia,{uuid(i)},00000000:0{i + 1}:00.0,8.0" for i in range(8))

@@ -294,8 +294,18 @@ def test_c47_a_host_without_a_capabilitys_libraries(machine: Machine) -> None:
             path.unlink()
     for _ in range(2):
         machine.create(config(f"{V}=0", "NVIDIA_DRIVER_CAPABILITIES=utility,video"))
-    assert told(machine).count("capability video: this node's driver has no file of it") == 2
+    assert told(machine).count("capability video: no file of it in this node's driver") == 2
     assert "capability utility" not in told(machine)
+
+
+@pytest.mark.parametrize("asked", ["", "all", "compute,utility"])
+def test_c47_a_host_without_the_library_that_cuda_is(machine: Machine, asked: str) -> None:
+    """The container starts, and other files of the capability go in, so the log must say what is wrong."""
+    for path in machine.root.rglob("libcuda.so*"):
+        path.unlink()
+    machine.create(config(f"{V}=0", *([f"NVIDIA_DRIVER_CAPABILITIES={asked}"] if asked else [])))
+    assert "capability compute: no libcuda.so.1 in this node's driver; install its package" in told(machine)
+    assert told(machine).count("level=warning") == 1
 
 
 @pytest.mark.root

@@ -10,6 +10,7 @@ import pytest
 
 from gpulet.errors import DriverNotFound
 from gpulet.node import driver, elf
+from gpulet.node.driver_files import lacking
 from gpulet.node.paths import resolve
 from support import driver_tree as tree
 
@@ -88,6 +89,29 @@ def test_search_paths_with_and_without_the_root(tmp_path: Path) -> None:
     tree.create(tmp_path, libs="lib/there")
     for folder in ("/lib/there", f"{tmp_path}/lib/there"):
         assert driver.find(str(tmp_path), search=[folder]).folders == ("/lib/there",)
+    tree.libraries(tmp_path / "usr/lib64")
+    assert driver.find(str(tmp_path), search=["/lib/there"]).folders == ("/lib/there", "/usr/lib64")
+
+
+def test_a_loader_cache_that_is_named_lies_beneath_the_root(tmp_path: Path) -> None:
+    from gpulet.node.ldcache import Cache, Entry, write
+
+    tree.create(tmp_path, libs="opt/lib")
+    (tmp_path / "other.cache").write_bytes(write(Cache((Entry("libcuda.so.1", "/opt/lib/libcuda.so.1"),))))
+    assert driver.find(str(tmp_path), ldcache="/other.cache").folders == ("/opt/lib",)
+
+
+def test_what_capabilities_stand_on_is_missed_though_other_files_of_theirs_are_there(tmp_path: Path) -> None:
+    tree.create(tmp_path)
+    tree.libraries(tmp_path / "usr/lib32")
+    assert lacking(driver.find(str(tmp_path)), ("utility", "compute", "video", "display")) == ()
+    for path in [*tmp_path.glob(f"{LIB[1:]}/libcuda.so*"), *tmp_path.glob(f"{LIB[1:]}/libnv[ci][du][ve]*")]:
+        path.unlink()
+    files = driver.find(str(tmp_path))
+    assert lacking(files) == ("compute: no libcuda.so.1",)
+    assert lacking(files, ("utility", "compute", "ngx")) == ("compute: no libcuda.so.1",)
+    (tmp_path / f"{LIB[1:]}/libnvidia-ngx.so.{tree.VERSION}").unlink()
+    assert lacking(driver.find(str(tmp_path)), ("utility", "ngx")) == ("ngx: no file of it",)
 
 
 def test_links_to_absolute_places_stay_beneath_the_root(tmp_path: Path) -> None:

@@ -133,6 +133,21 @@ def test_the_library_is_nowhere(tmp_path: Path) -> None:
     assert raised.value.code == nvml_errors.LIBRARY_NOT_FOUND
 
 
+def test_the_library_is_in_a_folder_that_is_named(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "h100x8")
+    root, apart = str(made.root), made.root / "lib/apart"
+    (made.root / "usr/lib/x86_64-linux-gnu").rename(apart)
+    (made.root / "etc/ld.so.cache").unlink()
+    with pytest.raises(NvmlError, match="NVML library not found"):
+        nvml.facts(root)
+    for folder in ("/lib/apart", str(apart)):
+        assert len(nvml.facts(root, search=[folder]).gpus) == 8
+    with nvml.Session(root, ["/lib/apart"]) as session:
+        assert session.watch([made.gpus[0].uuid]) == {} and session.state(made.gpus[0].uuid) == ""
+    tree.write(made.root / "usr/lib64/libnvidia-ml.so.1", "text")  # the named folder goes first
+    assert len(nvml.facts(root, search=["/lib/apart"]).gpus) == 8
+
+
 def test_the_library_is_no_library(tmp_path: Path) -> None:
     tree.write(tmp_path / "usr/lib64/libnvidia-ml.so.1", "text")
     with pytest.raises(NvmlError, match=r"file too short|invalid ELF header"):

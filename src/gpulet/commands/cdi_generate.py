@@ -15,6 +15,7 @@ from gpulet.injection.model import RootfsWork
 from gpulet.injection.select import select
 from gpulet.node import driver, nvml, platform, tegra
 from gpulet.node.devices import kernel_major
+from gpulet.node.driver_files import DriverFiles, lacking
 from gpulet.node.gpu import NodeFacts
 
 MODES = ("auto", "nvml", "procfs", "wsl", "csv", "management", "imex", *GATED)
@@ -84,7 +85,9 @@ def generate_spec(options: Options) -> tuple[dict[str, Any], NodeFacts | None]:
     mode = _resolve_mode(options)
     if mode == "csv":
         return _csv(options), None
-    facts, _trouble = look(options.root, options.dev_root, mode if mode in ("nvml", "procfs") else "auto")
+    facts, _trouble = look(
+        options.root, options.dev_root, mode if mode in ("nvml", "procfs") else "auto", options.search
+    )
     return _readable(mode, options, facts), facts
 
 
@@ -151,13 +154,7 @@ def _spec(mode: str, options: Options, facts: NodeFacts, stamp: dict[str, str]) 
     if mode == "imex":
         kind = options.kind("nvidia.com", "imex-channel")
         return cdi.channel_spec(facts, paths=paths, annotations=stamp, **kind)
-    files = driver.find(
-        options.root,
-        version=facts.driver,
-        search=options.search,
-        neutral=NEUTRAL in options.flags,
-        config_search=options.config_search,
-    )
+    files = _driver_files(options, facts)
     if mode == "wsl":
         kind = options.kind("nvidia.com", "gpu")
         return cdi_modes.wsl_spec(facts, files, calls=options.calls(), annotations=stamp, paths=paths, **kind)
@@ -176,6 +173,16 @@ def _spec(mode: str, options: Options, facts: NodeFacts, stamp: dict[str, str]) 
         sockets=NO_SOCKETS not in options.flags,
         ids=options.ids,
         **options.kind("nvidia.com", "gpu"),
+    )
+
+
+def _driver_files(options: Options, facts: NodeFacts) -> DriverFiles:
+    return driver.find(
+        options.root,
+        version=facts.driver,
+        search=options.search,
+        neutral=NEUTRAL in options.flags,
+        config_search=options.config_search,
     )
 
 
@@ -222,14 +229,14 @@ def _unreadable(options: Options, left: list[str], highest: str) -> CdiError:
 def _tegra(options: Options) -> NodeFacts:
     """What NVML says where a Tegra has it, as the newer ones do; the lists are enough without."""
     try:
-        return nvml.facts(options.root, options.dev_root, links=False)
+        return nvml.facts(options.root, options.dev_root, links=False, search=options.search)
     except NvmlError:
         return tegra.facts(options.root, options.dev_root)
 
 
-def gaps(facts: NodeFacts | None, mode: str) -> list[str]:
+def gaps(facts: NodeFacts | None, options: Options) -> list[str]:
     """What the spec lacks that containers will miss, each with its remedy."""
-    if facts is None or mode not in ("auto", "nvml", "procfs", "management"):
+    if facts is None or options.mode not in ("auto", "nvml", "procfs", "management"):
         return []
     present = {node.path for node in facts.nodes}
     if "/dev/dxg" in present:
@@ -239,6 +246,8 @@ def gaps(facts: NodeFacts | None, mode: str) -> list[str]:
         found.append("CUDA won't work: no /dev/nvidia-uvm; run: modprobe nvidia_uvm && nvidia-modprobe -u -c 0")
     if "/dev/nvidiactl" not in present:
         found.append("no /dev/nvidiactl; run: nvidia-modprobe -c 0")
+    missing = lacking(_driver_files(options, facts))
+    found += [f"{text} of this driver; install it, or name its folder with --library-search-path" for text in missing]
     found += [f"no /dev/nvidia{gpu.minor}" for gpu in facts.gpus if f"/dev/nvidia{gpu.minor}" not in present]
     for node in facts.nodes:
         now = kernel_major(facts, node.path)

@@ -50,7 +50,8 @@ def generate(
     vendor: Annotated[str, _option("Half of the kind.", "--vendor", "--cdi-vendor", env=f"{ENV}_VENDOR")] = "",
     cls: Annotated[str, _option("Half of the kind.", "--class", "--cdi-class", env=f"{ENV}_CLASS")] = "",
     search: Annotated[
-        list[str] | None, _option("More library folders.", "--library-search-path", env=f"{ENV}_LIBRARY_SEARCH_PATHS")
+        list[str] | None,
+        _option("Library folders, tried first.", "--library-search-path", env=f"{ENV}_LIBRARY_SEARCH_PATHS"),
     ] = None,
     config_search: Annotated[
         list[str] | None,
@@ -124,7 +125,7 @@ def generate(
         if name not in (*HOOKS, "all"):
             say(f"unknown hook {name}, passed over; there are {', '.join(HOOKS)}")
     spec, facts = generate_spec(options)
-    missing = gaps(facts, options.mode)
+    missing = gaps(facts, options)
     for text in missing:
         say(text)
     if missing and strict:

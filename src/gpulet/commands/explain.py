@@ -75,7 +75,8 @@ def explain_require(
     """Hold requirement expressions against this node, clause by clause. Exit 1 where one doesn't hold."""
     wanted = list(expressions or [])
     if image_env:
-        pairs = [line.partition("=") for line in image_env.read_text("utf-8", "replace").splitlines() if "=" in line]
+        lines = image_env.read_text("utf-8-sig", "replace").splitlines()
+        pairs = [line.partition("=") for line in lines if "=" in line]
         wanted += [value for name, _, value in pairs if name.startswith(requirements.PREFIX)]
     if not wanted:
         seen = f"no {requirements.PREFIX}* in {image_env}" if image_env else None
@@ -205,7 +206,7 @@ def _show_plan(console: Console, bundle: Bundle, plan: Plan) -> None:
     for term in plan.memory.assumed if plan.memory else ():
         _item(console, "require", term, "taken as met: nothing is known of that here without NVML")
     for name in plan.memory.lacking if plan.memory else ():
-        _item(console, "lacking", name, "this node's driver has no file of that capability; install its package")
+        _item(console, "lacking", name, "in this node's driver; install its package")
     hooks_before = (bundle.config.get("hooks") or {}).items()
     left = [(stage, hook) for stage, hooks in (plan.config.get("hooks") or {}).items() for hook in hooks]
     for stage, hook in left:

@@ -15,6 +15,7 @@ from gpulet.errors import DriverNotFound, NodeError, NvmlError
 from gpulet.injection import csv_files
 from gpulet.node import driver, nvml, platform, procfs, tegra
 from gpulet.node.driver import DriverFiles
+from gpulet.node.driver_files import lacking
 from gpulet.node.gpu import Gpu, NodeFacts
 from gpulet.node.platform import Platform
 
@@ -29,16 +30,16 @@ _LEVEL_MARKS = {
 }
 
 
-def look(root: str, dev_root: str = "", source: str = "auto") -> tuple[NodeFacts, str]:
+def look(root: str, dev_root: str = "", source: str = "auto", search: Sequence[str] = ()) -> tuple[NodeFacts, str]:
     """(facts, why NVML could not be asked). source: "nvml", "procfs", or "auto": NVML, and procfs where it can't start,
-    and a Tegra's own GPU where there is neither.
+    and a Tegra's own GPU where there is neither. search: more folders to look for NVML in.
 
     Raises NodeError where nobody knows anything.
     """
     if source == "procfs":
         return procfs.facts(root, dev_root), ""
     try:
-        return nvml.facts(root, dev_root), ""
+        return nvml.facts(root, dev_root, search=search), ""
     except NvmlError as error:
         if source == "nvml":
             raise
@@ -74,14 +75,16 @@ def command(
     facts, trouble = _try(driver_root, dev_root, source)
     kind = platform.detect(driver_root, gpu_names=[gpu.name for gpu in facts.gpus] if facts else [])
     found, no_files = _files(driver_root, facts)
+    lacks = [f"{text} in this node's driver; install its package" for text in lacking(found)] if found else []
+    troubles = [text for text in (trouble, no_files, *lacks) if text]
     if as_json:
         data: dict[str, Any] = {"root": driver_root, "platform": kind.to_data()}
         data["facts"] = facts.to_data() if facts else None
         data["files"] = found.to_data() if found else None
-        data["trouble"] = [text for text in (trouble, no_files) if text]
+        data["trouble"] = troubles
         typer.echo(json.dumps(data))
     else:
-        _show(driver_root, facts, kind, found, files, [text for text in (trouble, no_files) if text])
+        _show(driver_root, facts, kind, found, files, troubles)
     if facts is None:
         raise typer.Exit(1)
 

@@ -35,7 +35,7 @@ RELEASE = "/etc/nv_tegra_release"
 def parse(text: str) -> list[tuple[str, str]]:
     """(type, path) of each line; empty lines, comments and lines of another form are left out."""
     rows = []
-    for line in text.splitlines():
+    for line in text.removeprefix("\ufeff").splitlines():
         kind, comma, path = line.partition(",")
         if comma and kind.strip() in KINDS and path.strip().startswith("/"):
             rows.append((kind.strip(), path.strip()))

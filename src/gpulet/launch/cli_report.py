@@ -49,7 +49,7 @@ def node_facts(call: Call, ids: Iterable[str], *, nvml: bool = False) -> NodeFac
 
     user = call.user() or nvml_child.default_user()
     try:
-        answer = nvml_child.facts(root, user)
+        answer = nvml_child.facts(root, user, driver.cached_folders(root, call.last("ldcache")))
     except NodeError as error:
         raise Failure("initialization error", error) from error
     if facts is not None and facts.gpus and not answer.gpus:  # a container must not start without its GPUs
@@ -59,11 +59,10 @@ def node_facts(call: Call, ids: Iterable[str], *, nvml: bool = False) -> NodeFac
 
 def driver_files(root: str, ldcache: str, version: str, drop: tuple[str, ...] = ()) -> driver.DriverFiles:
     """The driver's files beneath root. ldcache: the --ldcache option, a path beneath root; drop: kinds not wanted."""
-    path = below(root, ldcache) if ldcache else ""
-    if path and not os.path.exists(path):
-        raise Failure("detection error", f"open failed: {path}: no such file or directory")
+    if ldcache and not os.path.exists(below(root, ldcache)):
+        raise Failure("detection error", f"open failed: {below(root, ldcache)}: no such file or directory")
     try:
-        return driver.find(root, version=version, ldcache=path, drop=drop)
+        return driver.find(root, version=version, ldcache=ldcache, drop=drop)
     except DriverNotFound as error:
         raise Failure("detection error", error) from error
 

@@ -12,6 +12,8 @@ from gpulet.errors import GpuletError, NodeError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gpulet.node.gpu import NodeFacts
 
     User = tuple[int, int]
@@ -57,15 +59,16 @@ def _overflow(kind: str) -> int:
         return 65534  # DEFAULT_OVERFLOWUID, linux/highuid.h
 
 
-def facts(root: str, user: User) -> NodeFacts:
-    """The node's facts through NVML, asked by a child that became `user`. Raises NodeError."""
+def facts(root: str, user: User, search: Sequence[str] = ()) -> NodeFacts:
+    """The node's facts through NVML, asked by a child that became `user`; search: more folders to look for NVML in.
+    Raises NodeError."""
     import pickle
 
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
-            answer = _answer(root, user)
+            answer = _answer(root, user, search)
             with open(writing, "wb") as pipe:
                 pipe.write(pickle.dumps(answer))
         finally:
@@ -82,12 +85,12 @@ def facts(root: str, user: User) -> NodeFacts:
     return found
 
 
-def _answer(root: str, user: User) -> NodeFacts | GpuletError:
+def _answer(root: str, user: User, search: Sequence[str]) -> NodeFacts | GpuletError:
     from gpulet.node import nvml  # while its files may be read
 
     try:
         become(user, 0 if root in ("", "/") else 1 << CAP_DAC_READ_SEARCH)
-        return nvml.facts(root, links=False)
+        return nvml.facts(root, links=False, search=search)
     except GpuletError as error:
         return error
     except OSError as error:

@@ -41,7 +41,7 @@ def looked_into(
     places = [ldcache or "/etc/ld.so.cache", *services, *beside]
     for folder in dict.fromkeys(folders):
         places += [folder, resolve(root, folder)] if folder else []  # a link on the way may change, or lead elsewhere
-    found = [path if path == ldcache else below(root, path) for path in places]
+    found = [below(root, path) for path in places]
     return tuple(dict.fromkeys([*found, *(below(dev_root, place) for place in DEVICES)]))
 
 

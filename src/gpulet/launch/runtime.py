@@ -147,7 +147,7 @@ def _tell(log: Log, bundle: Bundle, plan: Plan, spent: str) -> None:
     for term in plan.memory.assumed if plan.memory else ():
         log.write("warning", f"requirement taken as met: {term}: nothing is known of that here without NVML")
     for name in plan.memory.lacking if plan.memory else ():
-        log.write("warning", f"capability {name}: this node's driver has no file of it; install its package")
+        log.write("warning", f"capability {name} in this node's driver; install its package")
     inside = oci.seen_inside(bundle.config, plan.injection.gids)
     for gid in plan.injection.gids:
         if gid not in inside:

@@ -16,7 +16,6 @@ from gpulet.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from gpulet.node.driver_files import DriverFiles
     from gpulet.node.gpu import NodeFacts
     from gpulet.request.bundle import Container
     from gpulet.request.model import Request
@@ -27,8 +26,8 @@ USUAL_LISTS = ("l4t.csv", "drivers.csv", "devices.csv")
 
 class Found(Value):
     """An Injection; the folders and files of the host that it was made from, () where it can't be known whether the
-    next look would give the same; requirements that were taken as met, as nothing is known of what they ask; and driver
-    capabilities that were asked for and of which this node's driver has no file."""
+    next look would give the same; requirements that were taken as met, as nothing is known of what they ask; and what
+    of the driver capabilities that were asked for isn't installed here."""
 
     injection: Injection
     looked: tuple[str, ...] = ()
@@ -135,7 +134,7 @@ def _resolve(names: tuple[str, ...], request: Request, settings: Settings) -> In
 def _from_node(request: Request, settings: Settings) -> Found:
     from gpulet.injection import build
     from gpulet.launch.places import looked_into
-    from gpulet.node import driver, procfs
+    from gpulet.node import driver, driver_files, procfs
 
     root = settings.driver_root()
     facts = procfs.facts(root)
@@ -147,16 +146,16 @@ def _from_node(request: Request, settings: Settings) -> Found:
         except CdiError:
             from gpulet.node import nvml
 
-            facts = nvml.facts(root)
+            facts = nvml.facts(root, search=driver.cached_folders(root, settings.cli_ldcache))
         else:
             gated = build.gated(facts, request.gated, root=root)
             return Found(build.merge([found, build.imex(facts, request.imex), gated]), assumed=assumed)
     files = driver.find(root, version=facts.driver, ldcache=settings.cli_ldcache)
-    lacking: tuple[str, ...] = ()
     if set(DRIVER_CAPABILITIES) <= set(request.capabilities):
         request = request.replace(capabilities=("all",))  # with the files that belong to none of them
+        lacking = driver_files.lacking(files)  # nobody has named the others
     else:
-        lacking = _lacking(files, request.capabilities)
+        lacking = driver_files.lacking(files, request.capabilities)
     injection = build.build(facts, files, request)
     if settings.jit_disable_hooks:
         from gpulet.injection.cdi_hooks import less
@@ -165,13 +164,6 @@ def _from_node(request: Request, settings: Settings) -> Found:
     known = facts.source == "procfs" and not any(gpu.mig_enabled or not gpu.uuid for gpu in facts.gpus)
     looked = looked_into(files, facts.dev_root, settings.cli_ldcache, request.gated) if known else ()
     return Found(injection.replace(gids=()) if settings.no_device_gids else injection, looked, assumed, lacking)
-
-
-def _lacking(files: DriverFiles, capabilities: tuple[str, ...]) -> tuple[str, ...]:
-    """What was asked for by name and isn't installed on the host: distributions pack some parts of a driver apart."""
-    have = {"compat32" if file.kind == "library32" else file.capability for file in files.files}
-    have |= {"display"} if "graphics" in have else set()
-    return tuple(name for name in capabilities if name not in have)
 
 
 def _check_requirements(request: Request, settings: Settings, facts: NodeFacts | None) -> tuple[str, ...]:

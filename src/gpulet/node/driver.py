@@ -33,12 +33,12 @@ def _listing(root: str, folder: str) -> dict[str, bool]:
 
 
 def cached_folders(root: str, ldcache: str = "") -> list[str]:
-    """Folders that the root's loader cache gives for the driver's libraries.
+    """Folders that the root's loader cache gives for the driver's libraries. ldcache: another one, below the root.
 
     The paths are searched for as bytes: parsing the cache would take longer than all the rest.
     """
     try:
-        with open(ldcache or below(root, "/etc/ld.so.cache"), "rb") as file:
+        with open(below(root, ldcache or "/etc/ld.so.cache"), "rb") as file:
             data = file.read()
     except OSError:
         return []
@@ -51,12 +51,15 @@ def cached_folders(root: str, ldcache: str = "") -> list[str]:
     return [folder for folder in dict.fromkeys(folders) if folder.startswith("/")]
 
 
-def library_folders(root: str, ldcache: str = "") -> list[str]:
-    """Where the driver's 64-bit libraries may be, below the root: as its loader cache says, then the known folders."""
+def library_folders(root: str, ldcache: str = "", search: Sequence[str] = ()) -> list[str]:
+    """Where the driver's 64-bit libraries may be, below the root: the folders of `search`, which somebody named with or
+    without the root before them, then as its loader cache says, then the known folders."""
+    base = root.rstrip("/")
+    named = (folder[len(base) :] if base and folder.startswith(base + "/") else folder for folder in search)
     machine = os.uname().machine
     triplet, _ = table.TRIPLETS.get(machine, (f"{machine}-linux-gnu", ""))
     known = (pattern.format(triplet=triplet) for pattern in table.FOLDERS_64)
-    return list(dict.fromkeys([*cached_folders(root, ldcache), *known]))
+    return list(dict.fromkeys([*named, *cached_folders(root, ldcache), *known]))
 
 
 class _Search:
@@ -66,13 +69,7 @@ class _Search:
         self.root = root
         self.listings: dict[str, dict[str, bool]] = {}
         self.resolved: dict[str, str] = {}
-        wanted = [*library_folders(root, ldcache), *map(self._inside, search)]
-        self.wanted = list(dict.fromkeys(map(self.real, wanted)))
-
-    def _inside(self, folder: str) -> str:
-        """A folder from the command line, as a path below the root; given with or without the root before it."""
-        root = self.root.rstrip("/")
-        return folder[len(root) :] if root and folder.startswith(root + "/") else folder
+        self.wanted = list(dict.fromkeys(map(self.real, library_folders(root, ldcache, search))))
 
     def real(self, path: str) -> str:
         """The path with its links followed beneath the root; an absolute link would lead the kernel out of it.
@@ -307,9 +304,10 @@ def find(
     """The driver's files beneath `root`.
 
     version: of the running driver; "" asks the kernel module, then the libraries' own names. ldcache: a loader cache
-    to use instead of the root's. search: more library folders, looked at last. drop: kinds not to look for.
-    neutral: also the libraries that applications link with instead of a vendor's (driver_table.NEUTRAL_LIBRARIES).
-    config_search: folders of the host to look for configuration in, instead of the root's.
+    below the root to use instead of its own. search: library folders that are looked at first. drop: kinds not to
+    look for. neutral: also the libraries that applications link with instead of a vendor's
+    (driver_table.NEUTRAL_LIBRARIES). config_search: folders of the host to look for configuration in, instead of the
+    root's.
     Raises DriverNotFound, naming every folder, where there is no driver library.
     """
     root = root or "/"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from gpulet.node import driver_table as table
 from gpulet.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class DriverFile(Value):
@@ -41,3 +46,22 @@ class DriverFiles(Value):
     files: tuple[DriverFile, ...] = ()
     missing: tuple[Missing, ...] = ()
     folders: tuple[str, ...] = ()
+
+
+def lacking(files: DriverFiles, capabilities: Iterable[str] = tuple(table.ESSENTIAL)) -> tuple[str, ...]:
+    """What of these driver capabilities, by default the essential ones, isn't installed on the host, a line for each:
+    "compute: no libcuda.so.1", "video: no file of it". Distributions pack some parts of a driver apart.
+    """
+    libraries = [file for file in files.files if file.kind == "library"]
+    stems = {file.path.rpartition("/")[2].partition(".so")[0] for file in libraries}
+    have = {"compat32" if file.kind == "library32" else file.capability for file in files.files}
+    have |= {"display"} if table.GRAPHICS in have else set()
+    all_of_one = any(not file.capability for file in libraries)  # WSL: each container gets each library
+    found = []
+    for name in capabilities:
+        library = table.ESSENTIAL.get(name)
+        if library and library not in stems:
+            found.append(f"{name}: no {library}.so.1")
+        elif not library and not all_of_one and name not in have:
+            found.append(f"{name}: no file of it")
+    return tuple(found)

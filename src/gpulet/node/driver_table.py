@@ -53,8 +53,8 @@ LIBRARIES = {
 }
 CAPABILITY_OF_LIBRARY = {name: capability for capability, names in LIBRARIES.items() for name in names}
 
-# A driver of any age has these: not finding one is worth a word.
-EXPECTED_LIBRARIES = ("libnvidia-ml", "libcuda", "libnvidia-ptxjitcompiler")
+# What programs load to use a capability at all; a driver of any age has them, with 1 as the interface's version.
+ESSENTIAL = {UTILITY: "libnvidia-ml", COMPUTE: "libcuda"}
 
 # Libraries that have a version of their own instead of the driver's: any version is taken.
 OWN_VERSION = (
@@ -114,7 +114,6 @@ BINARIES = {
     "nvidia-imex-ctl": EVERYTHING,
     "nvidia-xconfig": EVERYTHING,
 }
-EXPECTED_BINARIES = ("nvidia-smi",)
 BINARY_FOLDERS = (
     "/usr/local/sbin",
     "/usr/local/bin",

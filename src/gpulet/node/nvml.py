@@ -6,7 +6,7 @@ Not for the programs in launch/: initialising NVML takes seconds on a node whose
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -155,14 +155,15 @@ def _lost(index: int, error: pynvml.NVMLError) -> Lost:
 class Session:
     """NVML, initialised beneath one driver root until closed. Use as a context manager.
 
-    Raises NvmlError where it can't start: `code` is NVML's, 12 where the library isn't there.
+    search: more folders to look for the library in, as for `library_folders`. Raises NvmlError where it can't start:
+    `code` is NVML's, 12 where the library isn't there.
     """
 
-    def __init__(self, root: str = "/") -> None:
-        self.root = root or "/"
+    def __init__(self, root: str = "/", search: Sequence[str] = ()) -> None:
+        self.root, self.search = root or "/", tuple(search)
         self._events: Any = None
         self._handles: dict[str, Any] = {}
-        self.library = nvml_library.use(self.root)
+        self.library = self._use()
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
@@ -176,9 +177,12 @@ class Session:
     ) -> None:
         self.close()
 
+    def _use(self) -> str:
+        return nvml_library.use(self.root, self.search)
+
     def close(self) -> None:
         """Free the events and shut NVML down; the library stays loaded."""
-        nvml_library.use(self.root)
+        self._use()
         events, self._events = self._events, None
         for function, arguments in ((pynvml.nvmlEventSetFree, (events,)), (pynvml.nvmlShutdown, ())):
             if function is pynvml.nvmlShutdown or events is not None:
@@ -189,7 +193,7 @@ class Session:
 
     def facts(self, dev_root: str = "", *, links: bool = True) -> NodeFacts:
         """What NVML knows now. links: also how GPUs reach each other, which takes a call for each pair."""
-        nvml_library.use(self.root)
+        self._use()
         look = _Look(self.root, dev_root)
         try:
             found, lost = look.all()
@@ -218,7 +222,7 @@ class Session:
 
         mask: nvmlEventType bits, by default critical Xids; of them each GPU's supported ones are registered.
         """
-        nvml_library.use(self.root)
+        self._use()
         if self._events is None:
             try:
                 self._events = pynvml.nvmlEventSetCreate()
@@ -237,7 +241,7 @@ class Session:
 
     def wait(self, timeout_ms: int) -> Event | None:
         """The next event, None after `timeout_ms` without one. Raises NvmlError where NVML can't wait."""
-        nvml_library.use(self.root)
+        self._use()
         if self._events is None:
             raise NodeError("no GPU is being watched", remedy="call watch() before wait()")
         try:
@@ -255,7 +259,7 @@ class Session:
 
     def state(self, uuid: str) -> str:
         """ "" where the GPU answers, else why it doesn't: for noticing that it is lost, or back."""
-        nvml_library.use(self.root)
+        self._use()
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             pynvml.nvmlDeviceGetMemoryInfo(handle)
@@ -267,7 +271,7 @@ class Session:
 
     def recovery(self, uuid: str) -> int:
         """The recovery action that the driver asks for (nvmlDeviceGpuRecoveryAction_t, 0 none), -1 where unknown."""
-        nvml_library.use(self.root)
+        self._use()
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             (value,) = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
@@ -276,7 +280,7 @@ class Session:
         return int(value.value.uiVal) if value.nvmlReturn == pynvml.NVML_SUCCESS else -1
 
 
-def facts(root: str = "/", dev_root: str = "", *, links: bool = True) -> NodeFacts:
+def facts(root: str = "/", dev_root: str = "", *, links: bool = True, search: Sequence[str] = ()) -> NodeFacts:
     """Facts through NVML, initialised and shut down around them. Raises NvmlError where NVML can't start."""
-    with Session(root) as session:
+    with Session(root, search) as session:
         return session.facts(dev_root, links=links)
