@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from gpulet import linux, mount_api
 from gpulet.injection import frozen
 from gpulet.injection.beneath import Root
 from gpulet.launch import cdi_hook
 from gpulet.node import ldcache
 from support.made_elf import library
 from support.namespaced import namespaced, tree
+from support.real_container import Bundle, config, started_by_others
 
 
 @pytest.fixture
@@ -87,11 +89,126 @@ class TestContainerRoot:
         )
         assert os.readlink(bundle / "rootfs/x") == "a"
 
+    @pytest.mark.root
+    def test_never_this_machines_own_by_a_mount(self, bundle: Path) -> None:
+        state = json.dumps({"bundle": str(bundle), "pid": 1})
+        script = f"mount --bind / {bundle}/rootfs && exec {sys.executable} -m gpulet.launch.cdi_hook create-symlinks"
+        command = ["unshare", "-m", "sh", "-c", f"{script} --link a::/gpulet-must-not-exist"]
+        done = subprocess.run(command, input=state, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "wanted a folder other than /" in done.stderr
+        assert not os.path.lexists("/gpulet-must-not-exist")
+
     @pytest.mark.parametrize("root", ["/", "//", "/proc/.."])
     def test_never_this_machines_own(self, call, capsys, root: str) -> None:  # type: ignore[no-untyped-def]
         assert call("create-symlinks", "--link", "a::/gpulet-must-not-exist", root=root) == 1
         assert "wanted a folder other than /" in capsys.readouterr().err
         assert not os.path.lexists("/gpulet-must-not-exist")
+
+
+def standing(pid: int, user: bool, bundle: Path, folder: Path, bound: tuple[str, Path] | None) -> tuple[int, str]:
+    """The hook's exit status and what it says, in the namespaces of `pid`, started in `folder`. bound: what is mounted
+    there before, and where."""
+    from gpulet.injection import cgroup, rootfs  # noqa: F401  # inside, their files may be out of reach
+
+    kinds = [("mnt", linux.CLONE_NEWNS), *([("user", linux.CLONE_NEWUSER)] if user else [])]
+    namespaces = [(os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY), kind) for name, kind in kinds]
+    said, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        status = 99
+        try:
+            for fd, kind in namespaces:
+                linux.setns(fd, kind)
+            if bound is not None:
+                mount_api.mount(bound[0], str(bound[1]), "", mount_api.MS_BIND | mount_api.MS_REC)
+            own = 0 if user else 100000
+            os.setresgid(own, own, own)
+            os.setresuid(own, own, own)
+            linux.prctl(4, 1)  # PR_SET_DUMPABLE, as after exec: its files in /proc are its own
+            os.chdir(folder)
+            sys.stdin = io.TextIOWrapper(io.BytesIO(json.dumps({"bundle": str(bundle), "pid": 1}).encode()))
+            sys.stderr = os.fdopen(tell, "w")
+            status = cdi_hook.main(["prepare", "--link", "a::/x", "--folder", "/opt/lib"])
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+    os.close(tell)
+    with open(said) as pipe:
+        text = pipe.read()
+    for fd, _ in namespaces:
+        os.close(fd)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
+
+
+@pytest.mark.root
+class TestABundleThatMayNotBeRead:
+    """As in a user namespace, where podman's bundles are root's own."""
+
+    @pytest.fixture
+    def image(self, tmp_path: Path) -> Path:
+        image = tmp_path / "image"
+        for name in ("etc", "proc"):
+            (image / name).mkdir(parents=True)
+        for folder in (image, image / "etc", image / "proc"):
+            os.chown(folder, 100000, 100000)
+        for parent in list(image.parents)[:-2]:
+            parent.chmod(0o755)
+        (tmp_path / "bundle").mkdir(mode=0o700)
+        (tmp_path / "bundle/config.json").write_text(json.dumps({"root": {"path": str(image)}}))
+        return image
+
+    def test_the_root_is_where_runc_starts_its_hooks(self, image: Path) -> None:
+        with namespaced(image, user=True) as pid:
+            done = standing(pid, True, image.parent / "bundle", image, ("/proc", image / "proc"))
+        assert done == (0, "")
+        assert os.readlink(image / "x") == "a"
+        assert (image / "etc/ld.so.cache").stat().st_uid == 100000
+
+    @pytest.mark.parametrize(
+        ("user", "place", "bound"),
+        [
+            (True, "", None),
+            (True, "etc", ("/proc", "proc")),
+            (True, "/", ("/proc", "proc")),
+            (False, "", ("/proc", "proc")),
+        ],
+        ids=["no proc in it", "no mount", "the host's root", "the machine's own user namespace"],
+    )
+    def test_no_other_folder_is_taken_for_it(
+        self, image: Path, user: bool, place: str, bound: tuple[str, str] | None
+    ) -> None:
+        with namespaced(image, user=user) as pid:
+            at = None if bound is None else (bound[0], image / bound[1])
+            status, said = standing(pid, user, image.parent / "bundle", image / place, at)
+        assert (status, "config.json: Permission denied" in said) == (1, True), said
+        assert not os.path.lexists(image / "x") and not os.path.lexists("/x")
+
+    def test_the_hosts_root_mounted_elsewhere_is_not_taken_for_it(self, image: Path) -> None:
+        with namespaced(image, user=True) as pid:
+            status, said = standing(pid, True, image.parent / "bundle", image, ("/", image))
+        assert (status, "wanted a folder other than /" in said) == (1, True), said
+
+    @pytest.mark.e2e
+    def test_runc_starts_the_container(self, tmp_path: Path) -> None:
+        real = Bundle(tmp_path)
+        root = real.root.rename(tmp_path / "root")
+        subprocess.run(["chown", "-R", "100000:100000", str(root)], check=True)
+        for folder in list(root.parents)[:-2]:
+            folder.chmod(0o755)
+        real.bundle.chmod(0o700)
+        program = started_by_others(real.programs["gpulet-cdi-hook"])
+        arguments = [program, "prepare", "--link", "a::/x", "--folder", "/opt/lib"]
+        made = config(["/bin/sh", "-c", "exit 7"], root={"path": str(root)})
+        made["hooks"] = {"createContainer": [{"path": program, "args": arguments, "env": ["GPULET_HOOK=1"]}]}
+        made["linux"]["namespaces"].append({"type": "user"})
+        ids = [{"containerID": 0, "hostID": 100000, "size": 65536}]
+        made["linux"] |= {"uidMappings": ids, "gidMappings": ids}
+        made["mounts"] = [mount for mount in made["mounts"] if mount["destination"] != "/sys"]
+        done = real.run(made)
+        assert done.returncode == 7, done.stderr
+        assert os.readlink(root / "x") == "a"
+        assert (root / "etc/ld.so.conf.d/00-gpulet.conf").stat().st_uid == 100000
 
 
 class TestHooks:
@@ -168,7 +285,8 @@ def test_a_root_that_cant_be_written_is_a_warning(bundle: Path) -> None:
     )
     done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "Read-only file system" in done.stderr
+    assert "Read-only file system; no links and no loader's cache lead to the driver's libraries" in done.stderr
+    assert "gpulet-runtime" in done.stderr
     assert not (bundle / "rootfs/x").exists()
 
 

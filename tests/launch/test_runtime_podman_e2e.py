@@ -21,6 +21,7 @@ from gpulet.sim import node as sim
 from gpulet.sim import rootfs
 from gpulet.sim.cgroups import remove_tree
 from gpulet.sim.node import SimNode
+from support.real_container import started_by_others
 
 pytestmark = [
     pytest.mark.root,
@@ -132,10 +133,22 @@ def test_podman(short: Path, node: SimNode, low: str, options: str, ours: bool) 
     assert node.gpus[0].minor in seen["denied"]
 
 
-@pytest.mark.parametrize("low", ["runc", "crun"])
-def test_a_user_namespace(short: Path, node: SimNode, low: str) -> None:
-    options = "--uidmap 0:100000:65536 --gidmap 0:100000:65536 -e NVIDIA_VISIBLE_DEVICES=3"
-    seen = podman(short, node, low, options, prelude=HOST_NODES)
+@pytest.mark.parametrize(
+    ("low", "options", "ours"),
+    [
+        ("runc", "-e NVIDIA_VISIBLE_DEVICES=3", True),
+        ("crun", "-e NVIDIA_VISIBLE_DEVICES=3", True),
+        ("runc", "--device nvidia.com/gpu=3", False),  # crun starts no hook there: it would go to the bundle first
+    ],
+    ids=["runtime-runc", "runtime-crun", "cdi-alone-runc"],
+)
+def test_a_user_namespace(short: Path, node: SimNode, low: str, options: str, ours: bool) -> None:
+    """podman's bundle is root's own: what runs in the container's user namespace can't read it."""
+    if not ours:
+        short.chmod(0o755)
+        started_by_others(write_launchers(short / "bin")["gpulet-cdi-hook"])
+    options = f"--uidmap 0:100000:65536 --gidmap 0:100000:65536 {options}"
+    seen = podman(short, node, low, options, ours=ours, prelude=HOST_NODES)
     assert [gpu["uuid"] for gpu in seen["nvml"]] == [node.gpus[3].uuid]
     assert seen["opened"] == [node.gpus[3].minor]
 

@@ -36,6 +36,10 @@ FLAGS = {
     "noop": (),
 }  # fmt: skip
 SWITCHED = ("freeze-device-nodes", "application-profile", "no-pivot")
+UNFOUND = (
+    "no links and no loader's cache lead to the driver's libraries: make the root writable, or start the container "
+    "with gpulet-runtime, which mounts what can't be written"
+)
 USAGE = f"usage: gpulet-cdi-hook [--debug|--quiet] HOOK [FLAGS] < state.json\nhooks: {', '.join(FLAGS)}\n"
 
 
@@ -180,7 +184,7 @@ def change_modes(root: Root, mode: str, paths: Sequence[str]) -> None:
 
 def container_root(spec: str = "") -> str:
     """The container's root file system from its state: `root` where the runtime gives it, else from the bundle."""
-    from gpulet.request.bundle import State, read_config
+    from gpulet.request.bundle import State
 
     try:
         if spec:
@@ -190,14 +194,44 @@ def container_root(spec: str = "") -> str:
             state = State.parse(sys.stdin.buffer.read(), process=False)
     except OSError as error:
         raise BundleError("container state", seen=f"{spec}: {error.strerror}", wanted="a file") from None
-    root: object = state.root
-    if not root:
-        part = read_config(os.path.join(state.bundle, "config.json")).get("root")
-        root = part.get("path") if isinstance(part, dict) else ""
-    path = os.path.join(state.bundle, root) if isinstance(root, str) and root else ""
-    if not path or os.path.realpath(path) == "/":
+    path = os.path.join(state.bundle, state.root) if state.root else _root_of(state.bundle)
+    if not path or (os.path.exists(path) and os.path.samefile(path, "/")):  # by whatever mount or link
         raise BundleError("container root", seen=path or "none", wanted="a folder other than /")
     return path
+
+
+def _root_of(bundle: str) -> str:
+    """The root that config.json names, "" where it names none. A user namespace's processes often may not read that
+    file; then it is the folder where runc has put them."""
+    from gpulet.request.bundle import read_config
+
+    try:
+        part = read_config(os.path.join(bundle, "config.json")).get("root")
+    except BundleError as error:
+        if isinstance(error.__context__, PermissionError) and _stands_in_root():
+            return "."  # never by its path, which leads elsewhere where something is mounted over it
+        raise
+    root: object = part.get("path") if isinstance(part, dict) else ""
+    return os.path.join(bundle, root) if isinstance(root, str) and root else ""
+
+
+def _stands_in_root() -> bool:
+    """Whether the current folder is the root of the container of our user namespace. The machine's own user namespace
+    has none, and elsewhere the folder must be what only a container's root is: a mount point with a proc in it. So no
+    folder of the host's is taken for it, wherever a runtime other than runc may start its hooks."""
+    from gpulet.injection.cgroup import plain
+
+    try:
+        with open("/proc/self/uid_map", encoding="utf-8") as file:
+            if file.read().split() == ["0", "0", "4294967295"]:
+                return False
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            mounts = [line.rstrip("\n").split(" ") for line in file]
+        here = os.getcwd()
+    except OSError:
+        return False
+    kinds = {plain(fields[4]): fields[fields.index("-") + 1] for fields in mounts}
+    return here in kinds and kinds.get(f"{here}/proc") == "proc"
 
 
 def _unless_read_only(step: Callable[[], None]) -> None:
@@ -207,7 +241,7 @@ def _unless_read_only(step: Callable[[], None]) -> None:
     except StepFailed as error:
         if error.errno != EROFS:
             raise
-        _warn(f"{error}; libraries are found through LD_LIBRARY_PATH alone")
+        _warn(f"{error.what}: {error.reason}; {UNFOUND}")
 
 
 def _warn(text: str) -> None:
