@@ -222,7 +222,7 @@ def _check_shapes(config: dict[str, Any]) -> None:
 
 def _objects(table: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """A member that is a list of objects, empty where absent or null."""
-    items = _part(table, name, [])
+    items: list[dict[str, Any]] = _part(table, name, [])
     if not all(isinstance(item, dict) for item in items):
         raise BundleError(f"config.json: {name}", seen=repr(items)[:80], wanted="a list of objects")
     return items
