@@ -269,10 +269,10 @@ def _privileged(config: dict[str, Any], process: dict[str, Any]) -> bool:
 def _identity(annotations: dict[str, Any]) -> tuple[dict[str, str], bool]:
     """Who the container is, and whether nothing said about it contradicts anything else.
 
-    CRI-O hands nearly every annotation of a Pod on, and containerd those that it is set up to, so a Pod can speak in the
-    words of the engine that doesn't run it, of which nothing overwrites the lie. Which of the two is the engine can't
-    be told, so where both speak a field holds what both say, and nothing where one says otherwise or is silent. Of a
-    Pod's sandbox CRI-O lets an annotation change the type too, but not the name, which no container can have.
+    CRI-O hands nearly every annotation of a Pod on, and containerd those that it is set up to, so a Pod can speak in
+    the words of the engine that doesn't run it, of which nothing overwrites the lie. Which of the two is the engine
+    can't be told, so where both speak a field holds what both say, and nothing where one says otherwise or is silent.
+    Of a Pod's sandbox CRI-O lets an annotation change the type too, but not the name, which no container can have.
     """
     told = [{field: str(annotations.get(keys[engine]) or "") for field, keys in _IDENTITY.items()} for engine in (0, 1)]
     first, *others = [words for words in told if any(words.values())] or told[:1]
