@@ -182,6 +182,11 @@ def test_a_node_missing_from_dev_is_made_from_its_fixed_number() -> None:
     assert (found.major, found.minor, found.host_path) == (195, 4, "/drv/dev/nvidia4")
 
 
+def test_a_gpu_without_a_minor_brings_no_node() -> None:
+    facts = FACTS.replace(gpus=(FACTS.gpus[0].replace(minor=-1),))
+    assert not [item for item in build.device(facts, build.select(facts, ["0"])).devices if "nvidia" in item.path]
+
+
 def test_a_mig_device_brings_its_own_capabilities_alone() -> None:
     injection = make("2:3")
     caps = {"/dev/nvidia-caps/nvidia-cap39", "/dev/nvidia-caps/nvidia-cap40"}

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from gpulet.errors import NvmlError
@@ -124,13 +125,100 @@ def test_health_events_and_state(tmp_path: Path) -> None:
         assert "15" in session.state(uuids[0])
 
 
+def answers(monkeypatch: pytest.MonkeyPatch, function: str, code: int) -> None:
+    """Have a function of NVML fail with this code from now on."""
+
+    def fails(*_: object) -> None:
+        raise pynvml.NVMLError(code)
+
+    monkeypatch.setattr(pynvml, function, fails)
+
+
+def test_every_code_of_nvml_says_one_thing_of_the_gpu() -> None:
+    codes = {value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
+    told = [nvml_errors.BROKEN, nvml_errors.ABOUT_NVML, nvml_errors.ABOUT_THE_QUESTION]
+    assert codes - frozenset().union(*told) == {10, 20, 23, 27, 29, 999}
+    assert sum(map(len, told)) == len(frozenset().union(*told)) and nvml_errors.LOST < nvml_errors.BROKEN
+    assert {4, 13} < nvml_errors.ABOUT_THE_QUESTION and {15, 16} < nvml_errors.LOST
+
+
+@pytest.mark.parametrize("code", [4, 13, 15, 999])
+def test_the_state_tells_nvmls_code(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = node.create(tmp_path / "n", "h100x8", gpus=1)
+    with nvml.Session(str(made.root)) as session:
+        answers(monkeypatch, "nvmlDeviceGetMemoryInfo", code)
+        assert nvml_errors.code_in(session.state(made.gpus[0].uuid)) == code
+        answers(monkeypatch, "nvmlDeviceGetMemoryInfo", 3)
+        assert session.state(made.gpus[0].uuid) == ""
+
+
+def test_what_is_about_nvml_is_about_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = node.create(tmp_path / "n", "h100x8", gpus=2)
+    with nvml.Session(str(made.root)) as session:
+        answers(monkeypatch, "nvmlDeviceGetHandleByUUID", 1)
+        with pytest.raises(NvmlError) as raised:
+            session.state(made.gpus[0].uuid)
+        assert raised.value.code == nvml_errors.UNINITIALIZED
+        answers(monkeypatch, "nvmlDeviceGetUUID", 1)
+        with pytest.raises(NvmlError, match="can't list the GPUs: Uninitialized"):
+            session.facts()
+
+
+def test_a_session_of_a_driver_that_was_replaced_leaves_the_new_one_alone(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "h100x8", gpus=1)
+    with nvml.Session(str(made.root)) as before:
+        inject.inject(made.folder, "driver 580.1.2")
+        with pytest.raises(NvmlError):
+            before.state(made.gpus[0].uuid)
+        with nvml.Session(str(made.root)) as session:
+            before.close()
+            assert len(session.facts().gpus) == 1
+
+
+def test_a_minor_that_nvml_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = node.create(tmp_path / "n", "sparse")
+    answers(monkeypatch, "nvmlDeviceGetMinorNumber", 3)
+    assert [gpu.minor for gpu in nvml.facts(str(made.root)).gpus] == [gpu.minor for gpu in made.gpus]
+    (first, *_) = sorted(made.root.glob("proc/driver/nvidia/gpus/*/information"))
+    first.write_text(first.read_text().replace("Device Minor", "Nothing"))
+    facts = nvml.facts(str(made.root))
+    assert len(facts.gpus) == len(made.gpus) - 1
+    (lost,) = facts.lost
+    assert lost.uuid == made.gpus[0].uuid
+    assert lost.reason.startswith("which /dev/nvidiaN it has isn't known: Not Supported (NVML 3) (wanted Device Minor")
+    assert str(first) in lost.reason
+
+
+def test_a_minor_that_wsl_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = node.create(tmp_path / "n", "wsl")
+    answers(monkeypatch, "nvmlDeviceGetMinorNumber", 3)
+    assert {(gpu.bus_id, gpu.minor) for gpu in nvml.facts(str(made.root)).gpus} == {("", -1)}
+
+
+def test_a_profile_without_a_name_needs_the_whole_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = str(node.create(tmp_path / "n", "a100x8", mig=["gpu0: 1g.5gb x7"]).root)
+    answers(monkeypatch, "nvmlDeviceGetMemoryInfo", 4)
+    assert {mig.profile for mig in nvml.facts(root).gpus[0].mig} == {"1g.5gb"}  # a newer driver names it
+    answers(monkeypatch, "nvmlDeviceGetName", 3)
+    assert {mig.profile for mig in nvml.facts(root).gpus[0].mig} == {""}
+
+
 # -- NVML does not start --
 
 
-def test_the_library_is_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(NvmlError, match=f"{tmp_path}/usr/lib64/libnvidia-ml.so.1.*driver root") as raised:
+@pytest.mark.parametrize("module", ["", "570.86.15"])
+def test_the_library_is_nowhere(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By far the commonest failure: in a container that wasn't given the driver of its node."""
+    monkeypatch.setattr(nvml_errors, "driver_version", lambda root: module)
+    with pytest.raises(NvmlError, match=f"not in {tmp_path}/usr/lib64, .* more folders .*driver root") as raised:
         nvml.facts(str(tmp_path))
     assert raised.value.code == nvml_errors.LIBRARY_NOT_FOUND
+    assert str(raised.value).count(str(tmp_path)) == 4  # three folders and the root
+    assert ("install the NVIDIA driver" in str(raised.value)) is (not module)
+    wanted = (
+        f"driver {module} is loaded on this node, its library isn't here: run this container with the nvidia Runtime"
+    )
+    assert (wanted in str(raised.value)) is bool(module)
 
 
 def test_the_library_is_in_a_folder_that_is_named(tmp_path: Path) -> None:
@@ -150,8 +238,9 @@ def test_the_library_is_in_a_folder_that_is_named(tmp_path: Path) -> None:
 
 def test_the_library_is_no_library(tmp_path: Path) -> None:
     tree.write(tmp_path / "usr/lib64/libnvidia-ml.so.1", "text")
-    with pytest.raises(NvmlError, match=r"file too short|invalid ELF header"):
+    with pytest.raises(NvmlError, match=r"can't be loaded: .*(file too short|invalid ELF header)") as raised:
         nvml.facts(str(tmp_path))
+    assert "not in" not in str(raised.value) and str(raised.value).count("libnvidia-ml.so.1") == 1
 
 
 @pytest.mark.parametrize(

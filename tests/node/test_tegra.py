@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
 import pytest
 
+from gpulet.errors import NodeError
 from gpulet.node import nvml, tegra
 
 
@@ -45,7 +47,21 @@ def _raises(code: int) -> Any:
 
 def test_a_gpu_that_is_no_pci_device_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", _raises(pynvml.NVML_ERROR_NOT_SUPPORTED))
-    assert nvml._place(object()) == ("", -1)
+    assert nvml._place(object(), "Orin (nvgpu)", "/", "/") == ("", -1)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", _raises(pynvml.NVML_ERROR_GPU_IS_LOST))
     with pytest.raises(pynvml.NVMLError):
-        nvml._place(object())
+        nvml._place(object(), "Orin (nvgpu)", "/", "/")
+
+
+@pytest.mark.parametrize(("name", "part_of_it"), [("NVIDIA Thor", True), ("NVIDIA T4", False)])
+def test_no_minor_is_a_tegras_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, part_of_it: bool
+) -> None:
+    """Any other is handed over as /dev/nvidiaN."""
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", lambda _: SimpleNamespace(busId="00000000:01:00.0"))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMinorNumber", _raises(pynvml.NVML_ERROR_NOT_SUPPORTED))
+    if part_of_it:
+        assert nvml._place(object(), name, str(tmp_path), str(tmp_path)) == ("", -1)
+    else:
+        with pytest.raises(NodeError, match=r"Device Minor in .*/0000:01:00\.0/information"):
+            nvml._place(object(), name, str(tmp_path), str(tmp_path))

@@ -200,7 +200,8 @@ def test_c54_a_minimum_of_different_gpus_is_kept_whoever_chooses(folder):
         first = kubelet.allocate("p", "c", {GPU: 3})
         assert {one.partition("::")[0] for one in first.device_ids[GPU]} == {A, B}
         kubelet.release("p")
-        running.call(lambda daemon: daemon.wellness.hear(Answer(B, "lost")))  # one GPU is left to choose from
+        # one GPU is left to choose from
+        running.call(lambda daemon: daemon.wellness.hear(Answer(B, "GPU is lost (NVML 15)")))
         kubelet.wait_for(GPU, 2)
         kubelet.allocate("q", "c", {GPU: 1})
         kubelet.release("q")

@@ -124,7 +124,7 @@ def test_a_lost_gpu_is_unhealthy_and_not_gone(folder, kubelet):
     with plugin.running(folder, node, refresh_every=0.1) as running:
         kubelet.wait_for(GPU, 3)
         node.now = facts(gpu(0), gpu(2), lost=(Lost(1, "GPU is lost"),))
-        hear(running, Answer(gpu_uuid(1), "GPU is lost"))
+        hear(running, Answer(gpu_uuid(1), "GPU is lost (NVML 15)"))
         status = kubelet.wait_for(GPU, 2)
         time.sleep(0.3)
         assert (status.capacity, status.unhealthy) == (3, (gpu_uuid(1),))

@@ -146,8 +146,16 @@ def test_a_lost_gpu_that_answers_again_is_well():
 def test_an_answer_that_came_late_is_no_evidence_against_an_xid():
     late = Answer(A, "Timeout (NVML 10)")
     broken, _ = after(XidSeen(A, 48))
-    assert after(late, Answer(A, "", 0), health=broken) == (broken, ["GPUUnhealthy"])
-    assert after(late, Answer(A, "", 0)) == (Health(), ["GPUUnhealthy", "GPURecovered"])
+    assert after(late, late, Answer(A, "", 0), health=broken) == (broken, ["GPUUnhealthy"])
+    assert after(late, late, Answer(A, "", 0)) == (Health(), ["GPUUnhealthy", "GPURecovered"])
+
+
+def test_a_silence_that_may_be_over_with_the_next_question_counts_when_it_comes_twice():
+    late, well = Answer(A, "Unknown Error (NVML 999)"), Answer(A, "", 0)
+    assert after(late, well, late, well, Answer(B, "Timeout (NVML 10)"), late, well) == (Health(), [])
+    assert after(late, well, late, late, late)[1] == ["GPUUnhealthy"]
+    for code in (6, 8, 11, 15, 16, 28):
+        assert after(Answer(A, f"whatever (NVML {code})"))[1] == ["GPUUnhealthy"]
 
 
 def test_the_same_xid_again_says_nothing_new():

@@ -187,6 +187,21 @@ def test_filters(filters, left):
     assert [device.gpu for one in found for device in one.devices] == left
 
 
+@pytest.mark.parametrize("strategy", ["single", "mixed"])
+def test_a_mig_device_whose_profile_nobody_tells_is_left_out_alone(strategy):
+    node = facts(mig_gpu(0, "1g.10gb", "", "1g.10gb"), mig_gpu(1, ""))
+    found = inventory(node, Config(mig_strategy=strategy))
+    assert [device.index for one in found.resources for device in one.devices] == ["0:0", "0:2"]
+    assert [text.partition(": ")[2] for text in found.problems] == [
+        "NVML doesn't tell its profile; run privileged or with NVIDIA_MIG_MONITOR_DEVICES=all"
+    ] * 2
+
+
+def test_a_gpu_without_a_minor_has_no_node():
+    (one,) = inventory(facts(gpu(0, minor=-1)), Config()).resources
+    assert one.devices[0].paths == ()
+
+
 def test_a_gpu_of_which_little_is_known_leaves_no_hole_in_the_line():
     lost = (Lost(4, "GPU is lost (NVML 15)"), Lost(5, "reset required", uuid="GPU-5"), Lost(6, "gone", "0000:1b:00.0"))
     assert inventory(facts(1, lost=lost), Config()).problems == (

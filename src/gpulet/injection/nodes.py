@@ -68,7 +68,7 @@ def control_nodes(nodes: Nodes, capabilities: Capabilities) -> Iterator[DeviceNo
 
 
 def gpu_nodes(nodes: Nodes, gpu: Gpu) -> Iterator[DeviceNode]:
-    if not nodes.wsl:
+    if not nodes.wsl and gpu.minor >= 0:  # a Tegra's own GPU has no node of this kind
         yield nodes.nvidia(gpu.minor, f"GPU {gpu.index}")
 
 

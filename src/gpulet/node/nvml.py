@@ -13,11 +13,12 @@ from typing import Any, Self, TypeVar
 import pynvml
 
 from gpulet.errors import NodeError, NvmlError
-from gpulet.node import devices, nvml_errors, nvml_library
+from gpulet.node import devices, nvml_errors, nvml_library, procfs
 from gpulet.node.gpu import Gpu, Lost, MigDevice, NodeFacts
 from gpulet.node.nvml_links import all_links
 from gpulet.node.nvml_mig import GONE, mig_devices
 from gpulet.node.paths import below
+from gpulet.node.platform import is_integrated
 from gpulet.node.procfs import CapMinors, nvml_bus_id, pci_name, proc_root, read_text, sys_root
 from gpulet.value import Value
 
@@ -49,6 +50,11 @@ def text_of(error: pynvml.NVMLError) -> str:
     return str(error)
 
 
+def _told(error: pynvml.NVMLError) -> str:
+    """The same with the number, which nvml_errors.code_in reads back."""
+    return f"{text_of(error)} (NVML {error.value})"
+
+
 def ask(default: T, function: Callable[..., T], *arguments: object) -> T:
     """The answer, or `default` where this GPU or library doesn't know the question. A lost GPU's error goes through."""
     try:
@@ -76,16 +82,32 @@ def _numa(sysfs: str, bus_id: str, handle: Any) -> int:
     return node if 0 <= node < 1 << 16 else -1
 
 
-def _place(handle: Any) -> tuple[str, int]:
-    """(PCI bus id, device minor). A Tegra's own GPU is no PCI device and has no minor; another's failure is raised."""
+def _place(handle: Any, name: str, proc: str, dev: str) -> tuple[str, int]:
+    """(PCI bus id, device minor). A Tegra's own GPU is no PCI device, and neither it nor one of WSL has a minor.
+
+    NodeError where nobody tells another's minor, without which no container could have it; any other failure of NVML's
+    is raised as it is.
+    """
     try:
-        return nvml_bus_id(_decode(pynvml.nvmlDeviceGetPciInfo(handle).busId)), int(
-            pynvml.nvmlDeviceGetMinorNumber(handle)
-        )
+        bus_id = nvml_bus_id(_decode(pynvml.nvmlDeviceGetPciInfo(handle).busId))
     except pynvml.NVMLError as error:
         if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
             raise
         return "", -1
+    try:
+        return bus_id, int(pynvml.nvmlDeviceGetMinorNumber(handle))
+    except pynvml.NVMLError as error:
+        if error.value in GONE:
+            raise
+        said = below(proc, f"{procfs.DRIVER}/gpus/{pci_name(bus_id)}/information")
+        minor = procfs.parse_information(read_text(said) or "").get("Device Minor", "")
+        if minor.isdigit():
+            return bus_id, int(minor)
+        if is_integrated(name) or devices.char_device(dev, "/dev/dxg"):
+            return "", -1
+        raise NodeError(
+            "which /dev/nvidiaN it has isn't known", seen=_told(error), wanted=f"Device Minor in {said}"
+        ) from error
 
 
 def _memory(handle: Any) -> int:
@@ -102,10 +124,11 @@ class _Look:
         self.minors = CapMinors(self.proc)
 
     def gpu(self, index: int) -> tuple[Gpu, Any]:
-        """One GPU and its handle. Raises NVMLError where it can't be named."""
+        """One GPU and its handle. Raises NVMLError where it can't be named, NodeError where it can't be reached."""
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         uuid = _decode(pynvml.nvmlDeviceGetUUID(handle))
-        bus_id, minor = _place(handle)
+        name = _decode(ask("", pynvml.nvmlDeviceGetName, handle))
+        bus_id, minor = _place(handle, name, self.proc, self.dev)
         mode = ask(None, pynvml.nvmlDeviceGetMigMode, handle)
         drm, drm_links = devices.drm_of(self.sysfs, self.dev, pci_name(bus_id))
         gpu = Gpu(
@@ -113,7 +136,7 @@ class _Look:
             minor,
             uuid,
             bus_id,
-            name=_decode(ask("", pynvml.nvmlDeviceGetName, handle)),
+            name=name,
             brand=_BRANDS.get(ask(0, pynvml.nvmlDeviceGetBrand, handle), ""),
             arch=_arch(handle),
             memory=_memory(handle),
@@ -136,11 +159,15 @@ class _Look:
             try:
                 found.append(self.gpu(index))
             except pynvml.NVMLError as error:
-                lost.append(_lost(index, error))
+                if error.value in nvml_errors.ABOUT_NVML:
+                    raise
+                lost.append(_lost(index, _told(error)))
+            except NodeError as error:
+                lost.append(_lost(index, str(error)))
         return found, lost
 
 
-def _lost(index: int, error: pynvml.NVMLError) -> Lost:
+def _lost(index: int, reason: str) -> Lost:
     """What can still be said of a GPU that can't be asked."""
     bus_id = uuid = ""
     try:
@@ -149,7 +176,7 @@ def _lost(index: int, error: pynvml.NVMLError) -> Lost:
         uuid = _decode(pynvml.nvmlDeviceGetUUID(handle))
     except pynvml.NVMLError:
         pass  # then that is all there is
-    return Lost(index, f"{text_of(error)} (NVML {error.value})", bus_id, uuid)
+    return Lost(index, reason, bus_id, uuid)
 
 
 class Session:
@@ -181,8 +208,10 @@ class Session:
         return nvml_library.use(self.root, self.search)
 
     def close(self) -> None:
-        """Free the events and shut NVML down; the library stays loaded."""
-        self._use()
+        """Free the events and shut NVML down; the library stays loaded. Where another driver's is used by now, that one
+        knows nothing of our events, and its shutdown would be somebody else's."""
+        if self._use() != self.library:
+            return
         events, self._events = self._events, None
         for function, arguments in ((pynvml.nvmlEventSetFree, (events,)), (pynvml.nvmlShutdown, ())):
             if function is pynvml.nvmlShutdown or events is not None:
@@ -198,7 +227,7 @@ class Session:
         try:
             found, lost = look.all()
         except pynvml.NVMLError as error:
-            raise NvmlError("NVML can't count the GPUs", code=error.value, seen=text_of(error)) from error
+            raise NvmlError("NVML can't list the GPUs", code=error.value, seen=text_of(error)) from error
         gpus = all_links(found) if links else [gpu for gpu, _handle in found]
         cuda: int = ask(0, pynvml.nvmlSystemGetCudaDriverVersion)
         return NodeFacts(
@@ -236,7 +265,7 @@ class Session:
                     handle, mask & pynvml.nvmlDeviceGetSupportedEventTypes(handle), self._events
                 )
             except pynvml.NVMLError as error:
-                refused[uuid] = f"{text_of(error)} (NVML {error.value})"
+                refused[uuid] = _told(error)
         return refused
 
     def wait(self, timeout_ms: int) -> Event | None:
@@ -258,7 +287,10 @@ class Session:
         return Event(uuid, int(data.eventType), int(data.eventData), gi, ci)
 
     def state(self, uuid: str) -> str:
-        """ "" where the GPU answers, else why it doesn't: for noticing that it is lost, or back."""
+        """ "" where the GPU answers, else NVML's word for why it doesn't: for noticing that it is lost, or back.
+
+        What that says of the GPU is told apart in nvml_errors. Raises NvmlError where it isn't about this GPU but about
+        NVML."""
         self._use()
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -266,7 +298,9 @@ class Session:
         except pynvml.NVMLError as error:
             if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED:
                 return ""
-            return f"{text_of(error)} (NVML {error.value})"
+            if error.value in nvml_errors.ABOUT_NVML:
+                raise NvmlError("NVML can't be asked for a GPU", code=error.value, seen=text_of(error)) from error
+            return _told(error)
         return ""
 
     def recovery(self, uuid: str) -> int:

@@ -1,4 +1,5 @@
-"""Why NVML did not start, told apart: which failure, with which evidence, and what to do about it."""
+"""Why NVML did not start, told apart: which failure, with which evidence, and what to do about it; and what an error
+that answers a question about a GPU says of that GPU."""
 
 from __future__ import annotations
 
@@ -12,17 +13,57 @@ from gpulet.node.pci import pci_gpus
 from gpulet.node.procfs import driver_version, sys_root
 
 # nvmlReturn_t, nvml.h
-NO_PERMISSION, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, GPU_IS_LOST, VERSION_MISMATCH, UNKNOWN = 4, 9, 12, 15, 18, 999
+UNINITIALIZED, NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND = 1, 3, 4, 9, 12
+GPU_IS_LOST, VERSION_MISMATCH, UNKNOWN = 15, 18, 999
+
+# What a GPU is that answers a question with an error. A code that isn't here (timeout 10, no memory 20, no resources
+# 23, not ready 27, invalid state 29, unknown 999, a later driver's) may be over with the next question: it counts when
+# it comes twice.
+LOST = frozenset({6, GPU_IS_LOST, 16, 28})  # off the bus (no longer found, lost) or waiting for a reset
+BROKEN = LOST | {8, 11}  # there but of no use: without its external power, without interrupts
+ABOUT_NVML = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, VERSION_MISMATCH})  # none of it of a GPU
+# The GPU was found; what fails is the question (its arguments 2, 7, 25, 30; not for this GPU 3, 22, 24; not in this
+# driver 13, 26; not now 5, 19; no data 21; the infoROM 14, without which it computes) or who asks (4, 17).
+ABOUT_THE_QUESTION = frozenset({2, NOT_SUPPORTED, NO_PERMISSION, 5, 7, 13, 14, 17, 19, 21, 22, 24, 25, 26, 30})
+
+_FOLDERS_TOLD = 3
 
 
-def library_not_found(root: str, looked: Sequence[str]) -> NvmlError:
-    """libnvidia-ml.so.1 is nowhere; `looked` names every path tried."""
+def code_in(reason: str) -> int:
+    """NVML's code at the end of a reason as `Session.state` and `Session.watch` give it, -1 where it has none."""
+    _, found, number = reason.rpartition("(NVML ")
+    return int(number[:-1]) if found and number[:-1].isdigit() else -1
+
+
+def library_not_found(root: str, looked: Sequence[str], why: str = "") -> NvmlError:
+    """libnvidia-ml.so.1 is nowhere. looked: every path tried; why: what the loader says, where it was asked."""
+    folders = [os.path.dirname(path) for path in looked]
+    more = len(folders) - _FOLDERS_TOLD
+    seen = "not in " + ", ".join(folders[:_FOLDERS_TOLD]) + (f" or {more} more folders" if more > 0 else "")
+    module = driver_version(root)
+    if module:  # /proc is the node's in a container too
+        remedy = (
+            f"driver {module} is loaded on this node, its library isn't here: run this container with the nvidia "
+            f"RuntimeClass, or mount the driver's tree and point the driver root (now {root}) at it"
+        )
+    else:
+        remedy = f"install the NVIDIA driver or point the driver root (now {root}) at the tree that has it"
     return NvmlError(
         "NVML library not found",
         code=LIBRARY_NOT_FOUND,
-        seen="none of " + " ".join(looked),
+        seen=seen + (f"; {why}" if why else ""),
         wanted="libnvidia-ml.so.1",
-        remedy=f"install the NVIDIA driver or point the driver root (now {root}) at the tree that has it",
+        remedy=remedy,
+    )
+
+
+def library_unusable(path: str, why: str) -> NvmlError:
+    """A libnvidia-ml.so.1 is there and can't be loaded; `why` is the loader's word for it."""
+    return NvmlError(
+        "NVML library can't be loaded",
+        code=LIBRARY_NOT_FOUND,
+        seen=why if path in why else f"{path}: {why}",
+        remedy="install the driver's files anew",
     )
 
 

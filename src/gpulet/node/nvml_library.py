@@ -52,8 +52,10 @@ def use(root: str, search: Sequence[str] = ()) -> str:
             try:
                 library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
             except OSError as error:
+                if path != SONAME:
+                    raise nvml_errors.library_unusable(path, str(error)) from error
                 looked = [below(root, name) for name in candidates(root, search)]
-                raise nvml_errors.library_not_found(root, [*looked, f"{path} ({error})"]) from error
+                raise nvml_errors.library_not_found(root, looked, str(error)) from error
             pynvml._nvmlGetFunctionPointer_cache.clear()
             pynvml.nvmlLib = library
             _used = path

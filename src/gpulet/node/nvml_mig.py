@@ -31,7 +31,7 @@ def _text(value: Any) -> str:
 
 
 def _profile(gpu: Gpu, handle: Any) -> tuple[str, int]:
-    """(profile, memory in bytes). The driver writes the profile at the end of the device's name; older ones don't."""
+    """(profile or "", memory in bytes). The driver writes the profile at the end of the device's name; older don't."""
     try:
         attributes = pynvml.nvmlDeviceGetAttributes_v2(handle)
     except pynvml.NVMLError:
@@ -43,6 +43,8 @@ def _profile(gpu: Gpu, handle: Any) -> tuple[str, int]:
         said = profile = ""
     if said and "g." in profile:
         return profile, memory
+    if not gpu.memory:  # the share of an unknown whole
+        return "", memory
     slices = int(attributes.computeInstanceSliceCount), int(attributes.gpuInstanceSliceCount)
     return profile_name(*slices, memory, gpu.memory), memory
 

@@ -2,7 +2,8 @@
 
 A GPU that an Xid or its own silence made unhealthy stays so until there is positive evidence of recovery: the driver's
 recovery action has gone back to none, a lost GPU answers again, the node has booted anew, or an operator says so. That
-it answers a query, or another Xid that means nothing, is no evidence.
+it answers a query, or another Xid that means nothing, is no evidence. Silence counts at once where NVML's word for it
+says that the GPU is gone or broken, any other when the GPU is silent the next time too.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 
+from gpulet.node.nvml_errors import BROKEN, LOST, code_in
 from gpulet.plugin import files
 from gpulet.plugin.resources import Device
 from gpulet.plugin.xid import CATALOGUE, IGNORED_BY_DEFAULT, describe
 
 ALL_XIDS = ("all", "xids")
-# Ends of what Session.state says of a GPU that left the bus or waits for a reset (NVML's not found, GPU is lost, reset
-# required). From there it comes back anew; one that was late for an answer comes back as it was.
-LOST = ("(NVML 6)", "(NVML 15)", "(NVML 16)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +129,12 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """All faults, and NVML's own troubles (user, problem), which make every device unhealthy while they last."""
+    """All faults, and NVML's own troubles (user, problem), which make every device unhealthy while they last. doubts:
+    UUIDs of GPUs whose last answer was a silence that may be over with the next; nobody is told of them."""
 
     faults: tuple[Fault, ...] = ()
     problems: tuple[tuple[str, str], ...] = ()
+    doubts: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def problem(self) -> str:
@@ -190,6 +191,11 @@ def _xid(health: Health, event: XidSeen, policy: Policy, now: float) -> tuple[He
 
 
 def _answer(health: Health, answer: Answer, now: float) -> tuple[Health, list[Notice]]:
+    doubted = answer.uuid in health.doubts
+    if answer.silence and not doubted and code_in(answer.silence) not in BROKEN:
+        return replace(health, doubts=health.doubts | {answer.uuid}), []
+    if doubted and not answer.silence:
+        health = replace(health, doubts=health.doubts - {answer.uuid})
     own = [fault for fault in health.faults if fault.uuid == answer.uuid]
     silent = any(fault.xid == 0 for fault in own)
     if answer.silence:
@@ -198,8 +204,9 @@ def _answer(health: Health, answer: Answer, now: float) -> tuple[Health, list[No
         fault = Fault(answer.uuid, -1, -1, 0, f"the GPU doesn't answer: {answer.silence}", now)
         notice = Notice("GPUUnhealthy", answer.uuid, fault.reason)
         return replace(health, faults=(*health.faults, fault)), [notice]
-    if silent and (len(own) == 1 or any(fault.xid == 0 and fault.reason.endswith(LOST) for fault in own)):
-        return _recovered(health, answer.uuid, "it answers again after it was lost")
+    lost = any(fault.xid == 0 and code_in(fault.reason) in LOST for fault in own)
+    if silent and (len(own) == 1 or lost):  # what was lost comes back anew, what was only late as it was
+        return _recovered(health, answer.uuid, "it answers again")
     if silent:
         return replace(health, faults=tuple(fault for fault in health.faults if fault not in own or fault.xid)), []
     if own and answer.recovery == 0 and any(fault.recovery for fault in own):

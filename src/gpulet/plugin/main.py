@@ -177,16 +177,19 @@ def _events(config: Config) -> Events | None:
 
 
 def ask_nvml(config: Config) -> NodeFacts:
-    """The node's GPUs beneath the driver root: through NVML, or for a Tegra, which has none, by its signs.
+    """The node's GPUs beneath the driver root: through NVML, or for a Tegra by its signs.
 
     `source` of the facts is "wsl" or "tegra" on such a node, whose GPUs are offered as one device. Raises NodeError.
     """
     from gpulet.node import nvml, platform
 
     kind = platform.detect(config.lookup_root).kind if config.discovery == "auto" else config.discovery
+    tegra = NodeFacts((Gpu(0, 0, "tegra", "", name="tegra"),), "tegra")
     if kind == "tegra":
-        return NodeFacts((Gpu(0, 0, "tegra", "", name="tegra"),), "tegra")
+        return tegra
     facts = nvml.facts(config.lookup_root)
+    if config.discovery == "auto" and any(platform.is_integrated(gpu.name) for gpu in facts.gpus):
+        return tegra  # a newer one, with NVML
     return facts.replace(gpus=facts.gpus[:1], source="wsl") if kind == "wsl" else facts
 
 

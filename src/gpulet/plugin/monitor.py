@@ -1,6 +1,7 @@
 """The thread that waits for NVML's events and asks each GPU how it is; what it learns goes to `tell`.
 
-NVML's wait can't be interrupted, so it is short; everything that blocks happens here and nothing is decided here.
+NVML's wait can't be interrupted, so it is short; everything that blocks happens here. Nothing is decided here but what
+isn't about a GPU at all: an answer that is about the question, and an NVML that must be started anew.
 """
 
 from __future__ import annotations
@@ -8,22 +9,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
 from gpulet.errors import NodeError, NvmlError
 from gpulet.node.nvml import Event as NvmlEvent
+from gpulet.node.nvml_errors import ABOUT_THE_QUESTION, GPU_IS_LOST, NO_PERMISSION, NOT_SUPPORTED, code_in
 from gpulet.plugin.health import Answer, Event, NvmlState, XidSeen
 
 log = logging.getLogger(__name__)
 
-GPU_IS_LOST = 15  # NVML_ERROR_GPU_IS_LOST: of one GPU, though the wait was for all
-NOT_SUPPORTED = "(NVML 3)"  # how Session.watch's reason ends where a GPU has no events at all
 XID = 8  # nvmlEventTypeXidCriticalError
 WAIT_MS = 200
 ASK_EVERY = 5.0  # seconds between questions to each GPU
 RETRY = 2.0  # seconds before NVML is tried again
+ANEW_EVERY = 60.0  # seconds between two times that NVML is started anew before anything is made of its failure
+
+_NO_PERMISSION = "; a GPU in MIG mode needs a privileged container or NVIDIA_MIG_MONITOR_DEVICES=all to be asked"
 
 
 class Session(Protocol):
@@ -73,6 +76,7 @@ class Monitor:
         self.uuids = tuple(uuids)
         self._open, self._tell, self._ask_every = open, tell, ask_every
         self._unwatched: dict[str, str] = {}
+        self._told: set[tuple[str, str, str]] = set()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
@@ -86,11 +90,19 @@ class Monitor:
         self._thread.join(5)
 
     def _run(self) -> None:
+        anew = -ANEW_EVERY
         while not self._stopping.is_set():
+            opened = False
             try:
                 with closing(self._open()) as session:
+                    opened = True
                     self._watch(session)
             except Exception as error:  # the thread must live: without it nothing would ever be unhealthy
+                now = time.monotonic()
+                if opened and isinstance(error, NvmlError) and now - anew >= ANEW_EVERY:
+                    anew = now  # the library or the driver may have been replaced: whether NVML starts is what counts
+                    log.warning("%s: starting NVML anew", error)
+                    continue
                 strange = not isinstance(error, NodeError)
                 if strange:
                     log.exception("health checks failed, trying again")
@@ -104,7 +116,7 @@ class Monitor:
             try:
                 event = session.wait(WAIT_MS)
             except NvmlError as error:
-                if error.code != GPU_IS_LOST:
+                if error.code != GPU_IS_LOST:  # that is of one GPU, though the wait was for all
                     raise
                 log.warning("%s: asking which, and watching the others anew", error)
                 self._tell(NvmlState())  # NVML itself works
@@ -123,19 +135,33 @@ class Monitor:
     def _ask(self, session: Session) -> None:
         if self._unwatched:
             self._unwatched = self._register(session, tuple(self._unwatched))
+        said = {uuid: session.state(uuid) for uuid in self.uuids}
+        silences = self._of_gpus("doesn't tell its memory, by which we see that it answers", said)
         for uuid in self.uuids:
-            silence = session.state(uuid) or self._unwatched.get(uuid, "")
+            silence = silences[uuid] or self._unwatched.get(uuid, "")
             self._tell(Answer(uuid, silence, -1 if silence else session.recovery(uuid)))
 
     def _register(self, session: Session, uuids: Sequence[str]) -> dict[str, str]:
-        """Have their events delivered. Gives those whose Xids we would miss, and why: they count as silent until it
-        works. One that is too old for events stays as healthy as it is."""
+        """Have their events delivered. Gives those whose Xids we would miss, and why, "" where that says nothing of
+        the GPU: the others count as silent until it works. One that is too old for events is never asked again."""
         refused = session.watch(uuids)
-        for uuid, reason in refused.items():
-            if reason.endswith(NOT_SUPPORTED):
-                log.warning("GPU %s: too old for health events: %s", uuid, reason)
+        silences = self._of_gpus("has no health events", refused)
         return {
-            uuid: f"it takes no registration for health events: {reason}"
-            for uuid, reason in refused.items()
-            if not reason.endswith(NOT_SUPPORTED)
+            uuid: f"it takes no registration for health events: {reason}" if reason else ""
+            for uuid, reason in silences.items()
+            if code_in(refused[uuid]) != NOT_SUPPORTED
         }
+
+    def _of_gpus(self, what: str, said: Mapping[str, str]) -> dict[str, str]:
+        """The reasons by UUID, without those that are about the question; these are told, each once."""
+        aside = {uuid: reason for uuid, reason in said.items() if code_in(reason) in ABOUT_THE_QUESTION}
+        new: dict[str, list[str]] = {}
+        for uuid, reason in aside.items():
+            if (what, reason, uuid) not in self._told:
+                self._told.add((what, reason, uuid))
+                new.setdefault(reason, []).append(uuid)
+        for reason, uuids in new.items():
+            more = f" (and {len(uuids) - 1} more)" if len(uuids) > 1 else ""
+            remedy = _NO_PERMISSION if code_in(reason) == NO_PERMISSION else ""
+            log.warning("GPU %s%s %s: %s; it counts as healthy%s", uuids[0], more, what, reason, remedy)
+        return {uuid: "" if uuid in aside else reason for uuid, reason in said.items()}

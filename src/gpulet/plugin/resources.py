@@ -92,7 +92,10 @@ def inventory(facts: NodeFacts, config: Config) -> Inventory:
         elif not gpu.mig:
             layouts.append(f"GPU {gpu.index} {gpu.uuid} is in MIG mode and has no MIG devices configured")
         for mig in gpu.mig if config.mig_strategy != "none" else ():
-            if config.mig_strategy == "mixed" and "c." in mig.profile:
+            if not mig.profile:
+                layouts.append(f"MIG device {mig.uuid} of GPU {gpu.index}: NVML doesn't tell its profile; run "
+                               "privileged or with NVIDIA_MIG_MONITOR_DEVICES=all")  # fmt: skip
+            elif config.mig_strategy == "mixed" and "c." in mig.profile:
                 layouts.append(f"MIG device {mig.uuid} of GPU {gpu.index}: profile {mig.profile} is only part of a "
                                "GPU instance; strategy as-is offers it")  # fmt: skip
             else:
@@ -143,7 +146,8 @@ def _whole(gpu: Gpu, source: str) -> Device:
         return Device("all", "all", "all", 0, "all", ("/dev/dxg",))
     if source == "tegra":
         return Device(TEGRA, TEGRA, "0", 0, TEGRA, arch="0.0")
-    return Device(gpu.uuid, gpu.uuid, str(gpu.index), gpu.index, gpu.uuid, (f"/dev/nvidia{gpu.minor}",),
+    nodes = (f"/dev/nvidia{gpu.minor}",) if gpu.minor >= 0 else ()  # a Tegra's own GPU has none of this kind
+    return Device(gpu.uuid, gpu.uuid, str(gpu.index), gpu.index, gpu.uuid, nodes,
                   gpu.numa, gpu.memory, gpu.arch)  # fmt: skip
 
 
@@ -165,7 +169,7 @@ def _mig_name(mig: MigDevice, config: Config) -> str:
 def _inexpressible(gpus: list[Gpu]) -> dict[int, str]:
     """GPUs that strategy single can't offer, index -> why. One name stands for one kind of device: the MIG profile
     that most GPUs consist of (the first by name among equals), or whole GPUs where none is partitioned so."""
-    profiles = {gpu.index: sorted({mig.profile for mig in gpu.mig}) for gpu in gpus if gpu.mig_enabled and gpu.mig}
+    profiles = {gpu.index: sorted({mig.profile for mig in gpu.mig if mig.profile}) for gpu in gpus if gpu.mig_enabled}
     uniform = [own[0] for own in profiles.values() if len(own) == 1]
     kind = min(set(uniform), key=lambda profile: (-uniform.count(profile), profile), default="")
     reasons = {}
