@@ -485,7 +485,7 @@ def test_a_driver_that_hangs_is_told_and_holds_nothing_up(folder, kubelet, caplo
         running.reload()
         plugin.until(lambda: not (folder / "gpulet" / "well" / "GPU-x").exists())
         assert caplog.text.count("the node's GPUs can't be asked: the driver gave no answer") == 1
-        assert "NVMLFailed" in caplog.text
+        assert "the driver gave no answer" not in caplog.text.replace("the node's GPUs can't be asked: the driver", "")
         hung.set()
         kubelet.wait_for(GPU, 2)
         hung.clear()

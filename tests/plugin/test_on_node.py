@@ -11,9 +11,12 @@ import subprocess
 import sys
 import time
 
+import pynvml
 import pytest
 
 from gpulet.injection.cdi import Registry
+from gpulet.plugin.config import load
+from gpulet.plugin.main import ask_nvml
 from gpulet.sim import node as simulated
 from gpulet.sim.inject import inject
 from gpulet.sim.kubelet import Kubelet
@@ -262,6 +265,13 @@ def test_nodes_whose_gpus_are_one_device(site, words, wanted):
     assert [one.container_path for one in allocation.devices] == (["/dev/dxg"] if wanted == "all" else [])
 
 
+@pytest.mark.parametrize(("discovery", "source"), [("auto", "tegra"), ("nvml", "nvml")])
+def test_a_tegra_that_has_nvml_is_one(site, discovery, source, monkeypatch):
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "Orin (nvgpu)")
+    config = load([f"--driver-root={site.node.root}", f"--device-discovery-strategy={discovery}"], {})
+    assert ask_nvml(config).source == source
+
+
 def test_a_filter(site):
     site.start(f"--device-filter=index=1,index=2,uuid={site.uuids[5]},!index=2")
     assert set(site.kubelet.wait_for(GPU, 2).healthy) == {site.uuids[1], site.uuids[5]}
@@ -273,9 +283,12 @@ def test_no_driver(site):
     assert site.process.wait(10) == 1
     last = site.log().splitlines()[-1]
     assert last.startswith("gpulet-device-plugin: ")
+    before = site.log().count("NVML library not found")
     site.start("--fail-on-init-error=false")
     until(lambda: "waiting for it" in site.log())
+    time.sleep(0.5)
     assert site.process.poll() is None
+    assert site.log().count("NVML library not found") == before + 1  # however often it looks
 
 
 def test_signals(site):

@@ -149,6 +149,41 @@ def test_the_kubelet_is_told_before_the_disk(monkeypatch, tmp_path):
     played(scene, state_dir=str(tmp_path))
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_until_when_a_gpu_is_unhealthy_is_told_with_the_fault_and_after_a_restart(kept, tmp_path, caplog):
+    """Xid 69 says that the process is to be restarted; a plugin that is restarted stays unhealthy."""
+    word = tmp_path / "well" / A
+
+    async def fails(wellness, config, changes):
+        wellness.hear(XidSeen(A, 69))
+        wellness.hear(Answer(gpu_uuid(1), "GPU is lost (NVML 15)"))
+        await asyncio.sleep(0.02)
+
+    async def restarted(wellness, config, changes):
+        assert len(wellness.health.faults) == (2 if kept else 0)
+        word.parent.mkdir()
+        word.touch()
+        wellness.take_acknowledgements(config)
+
+    state = str(tmp_path) if kept else ""
+    played(fails, state_dir=state)
+    played(restarted, state_dir=state)
+    ends = [line for line in caplog.messages if "Xid 69" in line]
+    remedy = "; until its recovery action is none again, the node has rebooted"
+    remedy += f", or somebody makes the file {word}" if kept else ""
+    assert ends and all(line.endswith(remedy) for line in ends)
+    assert len(ends) == len([line for line in caplog.messages if line.endswith("(NVML 15); until it answers")])
+    assert len(ends) == (2 if kept else 1)
+
+
+def test_what_concerns_all_gpus_has_no_name_before_its_colon(caplog):
+    async def scene(wellness, config, changes):
+        wellness.hear(NvmlState("gone"))
+
+    played(scene)
+    assert caplog.messages == ["NVMLFailed: gone"]
+
+
 def test_a_file_that_is_not_ours_is_kept_aside_and_told_once(tmp_path, caplog):
     (tmp_path / "health.json").write_text("[" * 200_000)
 

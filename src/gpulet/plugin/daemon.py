@@ -114,9 +114,14 @@ class Daemon:
         try:
             facts = await self._look(config)  # may take long: probes want their answer meanwhile
             await self._adopt(generation(config, facts, self._publish))
-        except Unanswered as error:  # it may be slow and not broken: followed as any change is
+        except NvmlError as error:
+            unanswered = isinstance(error, Unanswered)  # it may be slow and not broken: followed as any change is
+            if config.fail_on_init_error and not unanswered:
+                raise
             self._cannot_ask(error)
         except NodeError as error:
+            if not unanswered:
+                log.warning("waiting for it, since fail-on-init-error is off")
             if config.fail_on_init_error:
                 raise
             log.warning("%s; waiting for it, since fail-on-init-error is off", error)

@@ -28,6 +28,7 @@ from gpulet.plugin.monitor import Monitor, Session
 
 log = logging.getLogger(__name__)
 
+WELL = "well"  # the folder in which the operator says that a GPU is well
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -112,7 +113,15 @@ class Wellness:
             why = error.strerror if isinstance(error, OSError) else error
             log.error("faults from before the restart can't be read in %s: %s%s", path, why, self._put_aside(error))
         for fault in self.health.faults:
-            log.warning("GPU %s is still unhealthy from before the restart: %s", fault.uuid, fault.reason)
+            log.warning("GPU %s is still unhealthy from before the restart: %s%s",
+                        fault.uuid, fault.reason, self._remedy(fault.uuid))  # fmt: skip
+
+    def _remedy(self, uuid: str) -> str:
+        """Until when a GPU is unhealthy, as the end of a line: a restart, which people try first, doesn't help."""
+        if not any(fault.uuid == uuid and fault.xid for fault in self.health.faults):
+            return "; until it answers"
+        word = f", or somebody makes the file {os.path.join(self._folder, WELL, uuid)}" if self._folder else ""
+        return f"; until its recovery action is none again, the node has rebooted{word}"
 
     def _put_aside(self, error: Exception) -> str:
         """Keep a file that isn't ours from being replaced by the next fault; what was done, for people."""
@@ -180,8 +189,10 @@ class Wellness:
         if isinstance(event, Answer) and not event.silence:
             self.recovery[event.uuid] = event.recovery
         for notice in notices:
-            log.log(logging.INFO if notice.kind.endswith("Recovered") else logging.ERROR,
-                    "%s %s: %s", notice.kind, notice.uuid, notice.text)  # fmt: skip
+            if not (isinstance(event, NvmlState) and event.user == "facts"):  # whoever looked has told that
+                remedy = self._remedy(notice.uuid) if notice.kind == "GPUUnhealthy" else ""
+                log.log(logging.INFO if notice.kind.endswith("Recovered") else logging.ERROR,
+                        "%s: %s%s", f"{notice.kind} {notice.uuid}".rstrip(), notice.text, remedy)  # fmt: skip
             self._told(notice)
         if self.health != before and not self._scheduled:
             self._scheduled = True
@@ -196,7 +207,7 @@ class Wellness:
 
     def take_acknowledgements(self, config: Config) -> None:
         """The operator's word: each file STATE_DIR/well/<GPU's UUID> clears that GPU's faults, and is removed."""
-        folder = os.path.join(config.state_dir, "well")
+        folder = os.path.join(config.state_dir, WELL)
         if self.aside or not config.state_dir or not os.path.isdir(folder):
             return
         for uuid in sorted(os.listdir(folder)):
