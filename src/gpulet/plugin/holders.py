@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
+from gpulet.node.gpu import NodeFacts
 from gpulet.plugin import files
 from gpulet.plugin.aside import aside
 from gpulet.plugin.config import Config
@@ -44,41 +45,58 @@ def _read(config: Config, wanted: Container[str], reply: bytes | None) -> list[H
 
 
 class Audit:
-    """What is wrong with the kubelet's books: devices that somebody holds and that are gone, and devices that two Pods
-    hold. Each trouble is told once."""
+    """What is wrong with the kubelet's books: devices that somebody holds and that are gone or not offered any more,
+    and devices that two Pods hold. Each trouble is told once."""
 
     def __init__(self) -> None:
         self._version: object = None
         self._told: set[str] = set()
 
-    def news(self, config: Config, offered: Mapping[str, Container[str]]) -> list[tuple[str, str]]:
-        """(kind, text) of each trouble not told yet. offered: resource -> ids. Reads the file only where it has
-        changed, or what is offered."""
+    def news(
+        self, config: Config, offered: Mapping[str, Collection[str]], there: frozenset[str]
+    ) -> list[tuple[str, str]]:
+        """(kind, text) of each trouble not told yet. offered: resource -> ids; there: what the node has. Reads the
+        file only where it has changed, or what is offered, or there."""
         path = os.path.join(config.kubelet_socket_dir, CHECKPOINT)
         try:
             info = os.stat(path)
         except OSError:
             return []
-        version = (info.st_ino, info.st_mtime_ns, {name: id(ids) for name, ids in offered.items()})
+        version = (info.st_ino, info.st_mtime_ns, {name: id(ids) for name, ids in offered.items()}, there)
         if version == self._version:
             return []
         self._version = version
         held = [holder for holder in checkpoint(config.kubelet_socket_dir) if holder.resource in offered]
-        found = list(troubles(held, offered))
+        found = list(troubles(held, offered, there))
         new = [one for one in found if one[1] not in self._told]
         self._told = {text for _, text in found}
         return new
 
 
-def troubles(held: Iterable[Holder], offered: Mapping[str, Container[str]]) -> Iterator[tuple[str, str]]:
-    """("AllocatedGPUGone" or "GPUDoublyAllocated", text) for each device."""
+def on_node(facts: NodeFacts) -> frozenset[str]:
+    """The ids of all that a container may have been given and can still use, offered now or not. Who has a GPU that is
+    cut into MIG devices since can't."""
+    whole = {gpu.uuid for gpu in facts.gpus if not gpu.mig_enabled}
+    return frozenset(whole | {mig.uuid for gpu in facts.gpus for mig in gpu.mig})
+
+
+def troubles(
+    held: Iterable[Holder], offered: Mapping[str, Collection[str]], there: Container[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """("AllocatedGPUGone" or "GPUDoublyAllocated", text) for each device; "" in place of the kind where nobody has to
+    do anything: replicas come and go by an edit of the configuration, and the GPU stays."""
     pods: dict[tuple[str, str], list[str]] = {}
     for one in held:
         owners = pods.setdefault((one.resource, one.device), [])
         if one.pod not in owners:  # a Pod's containers may pass a device on
             owners.append(one.pod)
+    bases = {_base(device) for ids in offered.values() for device in ids} if pods else set()
     for (resource, device), owners in pods.items():
-        if device not in offered[resource]:
+        if device not in offered[resource] and (_base(device) in bases or _base(device) in there):
+            again = ", which may be handed out again" if _base(device) in bases else ""
+            whose = f"{resource} {device}, allocated to Pod {', '.join(owners)}"
+            yield "", f"{whose}, is no longer offered; the Pod keeps its GPU{again}"
+        elif device not in offered[resource]:
             yield (
                 "AllocatedGPUGone",
                 (
@@ -94,6 +112,11 @@ def troubles(held: Iterable[Holder], offered: Mapping[str, Container[str]]) -> I
                     "kubelet, and delete one of the Pods"
                 ),
             )
+
+
+def _base(device: str) -> str:
+    """The id of what a replica is a part of; another id is its own."""
+    return device.partition("::")[0]
 
 
 async def _ask(socket: str) -> bytes | None:

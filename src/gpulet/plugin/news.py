@@ -25,7 +25,7 @@ from gpulet.plugin.access import AccessLost, AccessWatch
 from gpulet.plugin.config import Config
 from gpulet.plugin.generation import Generation
 from gpulet.plugin.health import Notice, XidSeen
-from gpulet.plugin.holders import Audit, Holder
+from gpulet.plugin.holders import Audit, Holder, on_node
 
 if TYPE_CHECKING:
     from gpulet.plugin.metrics import Metrics
@@ -93,8 +93,11 @@ class News:
     def audit(self, current: Generation) -> None:
         """Whether the kubelet's books and our devices agree."""
         offered = {name: offer.resource.by_id for name, offer in current.offers.items()}
-        for kind, text in self._books.news(current.config, offered):
-            self.say(kind, text)
+        for kind, text in self._books.news(current.config, offered, on_node(current.facts)):
+            if kind:
+                self.say(kind, text)
+            else:
+                log.warning("%s", text)
 
     def drifted(self, config: Config, current: Generation | None, looked: NodeFacts | None) -> None:
         """Whether the driver's two parts, and CDI specs and the node, still fit together."""
