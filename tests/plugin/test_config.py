@@ -54,8 +54,13 @@ def test_go_command_lines(words):
 
 
 def test_a_bare_boolean_does_not_eat_the_next_word():
-    with pytest.raises(UsageError, match="unknown argument: false"):
+    with pytest.raises(UsageError, match=r"unknown argument: false \(wanted --pass-device-specs=false\)$"):
         load(["--pass-device-specs", "false"], {})
+    for words in (["true"], ["--mps-root", "/m", "true"], ["--pass-device-specs=true", "true"]):
+        with pytest.raises(UsageError, match="unknown argument: true; see --help"):
+            load(words, {})
+    with pytest.raises(UsageError, match="unknown argument: maybe; see --help"):
+        load(["--pass-device-specs", "maybe"], {})
     assert load(["--fail-on-init-error=false"], {}).fail_on_init_error is False
 
 
@@ -150,6 +155,21 @@ def test_environment_boolean_names_its_variable():
         ("sharing: {timeSlicing: {resources: [{replicas: 2}]}}", "no resource name specified"),
         ("sharing: {timeSlicing: {resources: [{name: gpu}]}}", "no replicas specified"),
         ("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 1}]}}", "must be >= 2: 1"),
+        (
+            "sharing: {timeSlicing: {resources: [{name: gpu, replicas: '4'}]}}",
+            r"is text: '4' \(wanted a number, 2 or more",
+        ),
+        ("sharing: {timeSlicing: {resources: [{name: gpu, replicas: four}]}}", r"is text: 'four' \(wanted a number"),
+        (
+            "sharing: {timeSlicing: {resources: [{name: example.com/gpu, replicas: 2}]}}",
+            r"'example.com/gpu' \(wanted a name that begins with nvidia.com/, or one without a domain\)",
+        ),
+        ("resources: {gpus: [{pattern: '*', name: a/b}]}", r"'a/b' \(wanted a name that begins with nvidia.com/"),
+        (
+            "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: c}\ndata:\n  any: |\n    version: v1\n",
+            r"line 2: kind: this is a ConfigMap's manifest \(wanted what stands under its data.any\)",
+        ),
+        ("apiVersion: v1\nkind: ConfigMap\n", r"a ConfigMap's manifest \(wanted what stands under its data.<key>\)"),
         ("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2, devices: some}]}}", "'some'"),
         ("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2, devices: 0}]}}", "must be > 0"),
         ("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [x]}]}}", "unsupported"),
@@ -168,7 +188,7 @@ def test_environment_boolean_names_its_variable():
         ("flags: {migStrategy: 2024-13-45}", "unknown MIG strategy: 2024-13-45"),  # no date that can't be made
         ("flags: {plugin: {refreshInterval: " + "9" * 5000 + "}}", "at most a day"),
         ("flags: {plugin: {refreshInterval: .inf}}", "at most a day"),
-        ("sharing: {timeSlicing: {resources: [{name: gpu, replicas: " + "9" * 5000 + "}]}}", "must be >= 2"),
+        ("sharing: {timeSlicing: {resources: [{name: gpu, replicas: " + "9" * 5000 + "}]}}", "is text: '999"),
         ("a: !!set {x}", "a set where text"),
         ("Version: v2", "unknown version: v2"),
         ("resources: {gpus: [{pattern: x, name: A_B}]}", "incorrect format for resource name"),

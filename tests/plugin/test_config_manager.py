@@ -56,7 +56,11 @@ def test_which_file(files):
     ("changes", "label", "words"),
     [
         ({}, "quadro", "specified config quadro does not exist: nvidia.com/device-plugin.config=quadro"),
-        ({"default": "nothing"}, "", "default config nothing does not exist"),
+        (
+            {"default": "nothing"},
+            "",
+            "default config nothing does not exist .wanted a file of /.*, here default, shared",
+        ),
         ({"fallbacks": ("best",)}, "", "unknown fallback strategy: best"),
         ({"fallbacks": ("single",)}, "", "no config was set, no default was provided, and all fallbacks failed"),
         ({"srcdir": "/nowhere"}, "", "no configuration files in /nowhere"),

@@ -301,6 +301,17 @@ def test_something_else_in_the_place_of_the_kubelets_socket_is_named(folder, cap
     assert caplog.text.count(told) == 1
 
 
+@pytest.mark.parametrize("name", ["nvidia-gpu.sock", ".nvidia-gpu.sock"])
+def test_a_folder_at_our_socket_is_named_with_its_remedy(folder, kubelet, caplog, name):
+    (folder / name).mkdir()
+    with plugin.running(folder, lambda: facts(1), "--metrics-address=127.0.0.1:0") as running:
+        told = f"{GPU}: can't serve at {folder}/nvidia-gpu.sock: a folder is at {folder}/{name}: remove it"
+        plugin.until(lambda: told in caplog.text)
+        plugin.until(lambda: "remove it" in plugin.get(running.endpoint.port, "/readyz")[1])
+        (folder / name).rmdir()
+        kubelet.wait_for(GPU, 1)
+
+
 def test_a_socket_that_cannot_be_removed_ends_nothing_early(folder, kubelet, caplog, monkeypatch):
     def read_only(path):
         raise OSError(30, "Read-only file system", path)
@@ -311,7 +322,7 @@ def test_a_socket_that_cannot_be_removed_ends_nothing_early(folder, kubelet, cap
             patch.setattr("gpulet.plugin.server._unlink", read_only)
             kubelet._endpoints[GPU]._stream.cancel()
             plugin.until(lambda: "can't be removed: Read-only file system" in caplog.text)
-            plugin.until(lambda: "registration with" in caplog.text)
+            plugin.until(lambda: f"{GPU}: can't serve at {folder}" in caplog.text)
         kubelet.wait_for(GPU, 1)
         monkeypatch.setattr("gpulet.plugin.server._unlink", read_only)
     assert running.error is None

@@ -83,15 +83,15 @@ def select(settings: Settings, label: str) -> str:
         raise ConfigError(f"no configuration files in {settings.srcdir}", seen=error.strerror) from error
     paths = {name: os.path.join(settings.srcdir, name) for name in entries if not name.startswith("..")}
     paths = {name: path for name, path in paths.items() if not os.path.isdir(path)}
-    there = ", ".join(paths) or "none"
+    here = f"a file of {settings.srcdir}, here {', '.join(paths) or 'none'}"
     if label:
         if label not in paths:
             raise ConfigError(f"specified config {label} does not exist", seen=f"{settings.node_label}={label}",
-                              wanted=f"a file of {settings.srcdir}, here {there}")  # fmt: skip
+                              wanted=here)  # fmt: skip
         return paths[label]
     if settings.default:
         if settings.default not in paths:
-            raise ConfigError(f"default config {settings.default} does not exist", seen=there)
+            raise ConfigError(f"default config {settings.default} does not exist", wanted=here)
         return paths[settings.default]
     for way in settings.fallbacks:
         if way == "named" and "default" in paths:
@@ -102,7 +102,7 @@ def select(settings: Settings, label: str) -> str:
             return os.devnull
         if way not in ("named", "single"):
             raise ConfigError("unknown fallback strategy", seen=way, wanted="named, single or empty")
-    raise ConfigError("no config was set, no default was provided, and all fallbacks failed", seen=there)
+    raise ConfigError("no config was set, no default was provided, and all fallbacks failed", wanted=here)
 
 
 class Link:

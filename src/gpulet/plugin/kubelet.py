@@ -237,8 +237,12 @@ class Agent:
             self._kubelet = await register(self._kubelet_socket, self.endpoint, self.name)
         except (CallFailed, OSError) as error:
             self.state = failed(self.state, kubelet, time.monotonic(), random.random())
-            log.warning("%s: registration with %s failed: %s", self.name, self._kubelet_socket, error)
-            self.problem = str(error)
+            self.problem = f"registration with {self._kubelet_socket} failed: {error}"
+            if isinstance(error, OSError):  # only serving raises it
+                folder = isinstance(error, IsADirectoryError) and (error.filename2 or error.filename)
+                why = f"a folder is at {folder}: remove it" if folder else error
+                self.problem = f"can't serve at {self.path}: {why}"
+            log.warning("%s: %s", self.name, self.problem)
             self._notify(self.name, "failed")
             return
         # whichever kubelet took us: had another one replaced it meanwhile, the stream's end would tell

@@ -115,13 +115,15 @@ def read_arguments(argv: Sequence[str], options: Sequence[Option] = OPTIONS) -> 
     """The command line's settings, field name -> value. Raises UsageError."""
     rows = {flag: option for option in options for flag in option.flags}
     found: dict[str, Scalar] = {}
-    rest = list(argv)
+    rest, switch = list(argv), ""
     while rest:
         word = rest.pop(0)
         name, equals, text = word.lstrip("-").partition("=")
         if not word.startswith("-") or name not in rows:
-            raise UsageError("unknown argument", seen=word, remedy="see --help")
+            meant = f"--{switch}={word}" if switch and word in TRUE + FALSE else ""
+            raise UsageError("unknown argument", seen=word, wanted=meant, remedy="" if meant else "see --help")
         option = rows[name]
+        switch = name if option.kind == "bool" and not equals else ""
         if not equals and option.kind != "bool":
             if not rest:
                 raise UsageError(f"flag --{name} has no value", wanted=f"--{name}=VALUE")

@@ -70,6 +70,9 @@ class Sharing:
 def resource_name(text: str, where: str = "") -> str:
     """A resource's full name, `nvidia.com/` put before it where missing. where: what a ConfigError begins with."""
     where = where and f"{where}: "
+    if "/" in text and not text.startswith(PREFIX):
+        raise ConfigError(f"{where}incorrect format for resource name", seen=repr(text),
+                          wanted=f"a name that begins with {PREFIX}, or one without a domain")  # fmt: skip
     full = text if text.startswith(PREFIX) else PREFIX + text
     if len(full) > 63:
         raise ConfigError(f"{where}fully-qualified resource name must be 63 characters or less", seen=full)
@@ -132,6 +135,9 @@ def _shared(entry: Any, where: Place, rename_by_default: bool) -> Shared:
     replicas = entry["replicas"]
     if isinstance(replicas, float) and replicas.is_integer():
         replicas = int(replicas)
+    if isinstance(replicas, str):
+        raise ConfigError(f"{where.at('replicas')}: number of replicas is text", seen=repr(replicas),
+                          wanted="a number, 2 or more, without quotes")  # fmt: skip
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 2:
         raise ConfigError(f"{where.at('replicas')}: number of replicas must be >= 2", seen=repr(entry["replicas"]))
     rename = entry.get("rename") or (f"{name}.shared" if rename_by_default else "")

@@ -59,6 +59,11 @@ def read(path: str) -> tuple[dict[str, Any], Place]:
         return {}, place
     if not isinstance(document, dict):
         raise ConfigError(f"config file {path}", seen=type(document).__name__, wanted="a map with version, flags, ...")
+    if get(document, "kind") == "ConfigMap":
+        keys = get(document, "data")
+        which = " or ".join(map(str, keys)) if isinstance(keys, dict) and keys else "<key>"
+        raise ConfigError(f"{place.at('kind')}: this is a ConfigMap's manifest",
+                          wanted=f"what stands under its data.{which}")  # fmt: skip
     version = get(document, "version")
     if version not in (None, "", "v1"):
         raise ConfigError(f"{place.at('version')}: unknown version", seen=version, wanted="v1")
