@@ -573,3 +573,9 @@ def test_who_holds_what_whatever_the_checkpoint_says(folder, kubelet):
     assert lines[at + 1 :] == [
         r'gpu_allocation_info{container="?",mig="MIG-x",namespace="",pod="a\"b\\c\nd",replica="3",uuid="MIG-x"} 1.0'
     ]
+
+
+def test_a_filter_that_leaves_nothing_is_named(folder, caplog):
+    with plugin.running(folder, lambda: facts(3), "--device-filter=model=*T4*,!index=0"):
+        plugin.until(lambda: "No devices found." in caplog.text)
+    assert "Waiting for some. 3 GPUs are left out by --device-filter=model=*T4*,!index=0" in caplog.text

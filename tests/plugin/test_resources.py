@@ -209,3 +209,26 @@ def test_a_gpu_of_which_little_is_known_leaves_no_hole_in_the_line():
         "GPU 5 GPU-5: reset required",
         "GPU 6 0000:1b:00.0: gone",
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            Config(gpu_patterns=(Pattern("nvidia a100*", "nvidia.com/a100"),)),
+            "nvidia.com/a100: its pattern 'nvidia a100*'",
+        ),
+        (Config(gpu_patterns=(Pattern("NVIDIA A100*", "nvidia.com/a100"), Pattern("*", "nvidia.com/gpu"))), ""),
+        (Config(gpu_patterns=(Pattern("*T4*", "nvidia.com/gpu"),)), ""),  # as without it
+        (
+            Config(mig_strategy="mixed", mig_patterns=(Pattern("1G*", "nvidia.com/small"),)),
+            "nvidia.com/small: its pattern",
+        ),
+        (Config(mig_strategy="none", mig_patterns=(Pattern("1G*", "nvidia.com/small"),)), ""),
+    ],
+)
+def test_a_pattern_without_effect_is_told(config, told):
+    node = facts(gpu(0, name="NVIDIA A100-SXM4-40GB"), mig_gpu(1, "1g.5gb", name="NVIDIA A100-SXM4-40GB"))
+    problems = inventory(node, config).problems
+    assert [text.startswith(told) for text in problems] == ([True] if told else [])
+    assert inventory(facts(), config).problems == ()

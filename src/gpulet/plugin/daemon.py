@@ -24,6 +24,7 @@ from gpulet.plugin.health import Notice, NvmlState, XidSeen
 from gpulet.plugin.holders import holders
 from gpulet.plugin.kubelet import Agent
 from gpulet.plugin.news import News
+from gpulet.plugin.resources import wanted
 from gpulet.plugin.server import Offer
 from gpulet.plugin.wellness import Wellness
 
@@ -243,7 +244,10 @@ class Daemon:
             else:
                 self._begin(name, offer)
         if not new.offers:
-            log.warning("No devices found. Waiting for some.")
+            filters = new.config.device_filter
+            out = sum(not wanted(gpu, filters) for gpu in new.facts.gpus)
+            why = f" {out} GPUs are left out by --device-filter={','.join(filters)}" if out else ""
+            log.warning("No devices found. Waiting for some.%s", why)
 
     def _with_health(self, new: Generation) -> Mapping[str, Offer]:
         """The offers with what is unhealthy now, which become the generation's."""

@@ -6,7 +6,7 @@ A GPU whose MIG layout a strategy can't express is left out with a reason; the o
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -81,7 +81,7 @@ def inventory(facts: NodeFacts, config: Config) -> Inventory:
     """The resources that this node offers under this configuration. Raises ConfigError where sharing can't be met."""
     found: dict[str, list[Device]] = {}
     problems: list[str] = [f"{lost.name}: {lost.reason}" for lost in facts.lost]
-    gpus = [gpu for gpu in facts.gpus if gpu.name not in DISPLAY_ONLY and _wanted(gpu, config.device_filter)]
+    gpus = [gpu for gpu in facts.gpus if gpu.name not in DISPLAY_ONLY and wanted(gpu, config.device_filter)]
     left_out = _inexpressible(gpus) if config.mig_strategy == "single" else {}
     layouts = list(left_out.values())
     for gpu in gpus:
@@ -101,6 +101,10 @@ def inventory(facts: NodeFacts, config: Config) -> Inventory:
             else:
                 _offer(found, _mig_name(mig, config), _slice(gpu, mig))
     problems += layouts
+    problems += _matching_nothing(config.gpu_patterns, {gpu.name for gpu in gpus}, found)
+    if config.mig_strategy != "none":
+        profiles = {mig.profile for gpu in gpus for mig in gpu.mig if mig.profile}
+        problems += _matching_nothing(config.mig_patterns, profiles, found)
     if config.mps_active and any(device.mig for devices in found.values() for device in devices):
         problems.append("sharing using MPS is not supported for MIG devices: they are left out")
         found = {name: kept for name, devices in found.items() if (kept := [d for d in devices if not d.mig])}
@@ -127,7 +131,7 @@ def _offer(found: dict[str, list[Device]], name: str, device: Device) -> None:
     found.setdefault(name, []).append(device)
 
 
-def _wanted(gpu: Gpu, filters: tuple[str, ...]) -> bool:
+def wanted(gpu: Gpu, filters: tuple[str, ...]) -> bool:
     """Whether a GPU passes: no "!" filter that matches, and one of the others where there are any."""
 
     def matches(item: str) -> bool:
@@ -159,6 +163,15 @@ def _slice(gpu: Gpu, mig: MigDevice) -> Device:
 
 def _named(text: str, patterns: tuple[Pattern, ...], default: str) -> str:
     return next((row.name for row in patterns if row.matches(text)), PREFIX + default)
+
+
+def _matching_nothing(patterns: Sequence[Pattern], names: set[str], found: Container[str]) -> list[str]:
+    """Patterns without any effect: they may be misspelt."""
+    return [
+        f"{row.name}: its pattern {row.pattern!r} matches none of {', '.join(sorted(names))}; capital letters count"
+        for row in patterns
+        if names and row.name not in found and not any(map(row.matches, names))
+    ]
 
 
 def _mig_name(mig: MigDevice, config: Config) -> str:
