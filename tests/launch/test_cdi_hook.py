@@ -89,6 +89,18 @@ class TestContainerRoot:
         )
         assert os.readlink(bundle / "rootfs/x") == "a"
 
+    @pytest.mark.parametrize("named", ["", "rootfs"])
+    def test_no_config_json_of_the_image_is_believed(  # type: ignore[no-untyped-def]
+        self, call, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys, named: str
+    ) -> None:
+        for folder in (bundle / "rootfs", bundle / "rootfs/rootfs"):
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text(json.dumps({"root": {"path": str(bundle)}}))
+        monkeypatch.chdir(bundle / "rootfs")
+        assert call("create-symlinks", "--link", "a::/x", bundle=named) == 1
+        assert "wanted an absolute path" in capsys.readouterr().err
+        assert not os.path.lexists(bundle / "x")
+
     @pytest.mark.root
     def test_never_this_machines_own_by_a_mount(self, bundle: Path) -> None:
         state = json.dumps({"bundle": str(bundle), "pid": 1})

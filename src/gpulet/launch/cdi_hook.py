@@ -205,6 +205,8 @@ def _root_of(bundle: str) -> str:
     file; then it is the folder where runc has put them."""
     from gpulet.request.bundle import read_config
 
+    if not os.path.isabs(bundle):  # from where we stand, an image's own config.json would be read
+        raise BundleError("container state: bundle", seen=bundle or "none", wanted="an absolute path")
     try:
         part = read_config(os.path.join(bundle, "config.json")).get("root")
     except BundleError as error:
