@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from gpulet.commands.main import main
+from gpulet.engines.launchers import write_launchers
 from gpulet.injection import cdi
+from gpulet.injection.cdi_calls import HookCalls
 from gpulet.sim import node
 
 pytestmark = pytest.mark.root
@@ -64,14 +66,36 @@ def test_an_older_target_cannot_have_the_classes(capsys: Out, tmp_path: Path, gb
 
 
 def test_other_flags_are_accepted_and_unknown_ones_told(capsys: Out, a100: node.SimNode) -> None:
-    assert generate(a100, "--feature-flags", "disable-nvsandboxutils,disable-multiple-csv-devices") == 0
+    here = ("--hook-path", "/usr/bin/gpulet-cdi-hook")
+    assert generate(a100, "--feature-flags", "disable-nvsandboxutils,disable-multiple-csv-devices", *here) == 0
     assert capsys.readouterr().err == ""
-    assert generate(a100, "--feature-flag", "bogus", "--disable-hook", "no-such-hook") == 0
+    assert generate(a100, "--feature-flag", "bogus", "--disable-hook", "no-such-hook", *here) == 0
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in told] == [
         "gpulet: unknown feature flag bogus",
         "gpulet: unknown hook no-such-hook",
     ]
+
+
+def test_the_hook_program_is_the_installed_one(
+    capsys: Out, tmp_path: Path, a100: node.SimNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HookCalls, "path", f"{tmp_path}/bin/gpulet-cdi-hook")
+    monkeypatch.setenv("PATH", f"{tmp_path}/other")
+    monkeypatch.setattr("gpulet.launch.programs.DEFAULT_PATH", ())
+
+    def named(*words: str) -> tuple[set[str], str]:
+        assert generate(a100, *words) == 0
+        said = capsys.readouterr()
+        return {hook["path"] for hook in yaml.safe_load(said.out)["containerEdits"]["hooks"]}, said.err
+
+    paths, told = named()
+    assert paths == {f"{tmp_path}/bin/gpulet-cdi-hook"}
+    assert told.count("\n") == 1 and "isn't here" in told and "gpulet install" in told
+    for folder in ("other", "bin"):
+        write_launchers(tmp_path / folder)
+        assert named() == ({f"{tmp_path}/{folder}/gpulet-cdi-hook"}, "")
+    assert named("--host-driver-root", "/host") == ({f"{tmp_path}/bin/gpulet-cdi-hook"}, "")
 
 
 def test_the_services_variables_count(

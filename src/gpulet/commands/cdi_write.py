@@ -11,8 +11,9 @@ from gpulet.commands.cdi_generate import FLAGS, MODES, Options, coherence_specs,
 from gpulet.errors import CdiError, UsageError
 from gpulet.injection import cdi
 from gpulet.injection.cdi_calls import HookCalls, as_ours
-from gpulet.injection.cdi_hooks import HOOKS
+from gpulet.injection.cdi_hooks import HOOKS, OURS
 from gpulet.injection.cdi_spec import NAMINGS
+from gpulet.launch import programs
 
 ROOT = Annotated[str, typer.Option("--driver-root", envvar=["GPULET_DRIVER_ROOT", "NVIDIA_CTK_DRIVER_ROOT"])]
 ENV = "NVIDIA_CTK_CDI_GENERATE"
@@ -58,15 +59,16 @@ def generate(
         _option("The host's folders of configuration.", "--config-search-path", env=f"{ENV}_CONFIG_SEARCH_PATHS"),
     ] = None,
     hook_path: Annotated[
-        str,
+        str | None,
         _option(
-            "The hook program on the host: ours does all in one process, NVIDIA's get a hook for each part.",
+            "The hook program on the host: ours does all in one process, NVIDIA's get a hook for each part. "
+            "Unless told, gpulet-cdi-hook where it is installed.",
             "--hook-path",
             "--nvidia-cdi-hook-path",
             "--nvidia-ctk-path",
             env="NVIDIA_CTK_CDI_HOOK_PATH",
         ),
-    ] = HookCalls.path,
+    ] = None,
     ldconfig_path: Annotated[
         str, _option("The host's, for NVIDIA's hook program; ours needs none.", env=f"{ENV}_LDCONFIG_PATH")
     ] = "",
@@ -103,7 +105,7 @@ def generate(
         vendor=vendor,
         cls=cls,
         search=_split(search),
-        hook_path=hook_path if host_driver_root else as_ours(hook_path),  # else it is out of sight here
+        hook_path=_hook_program(hook_path, out_of_sight=bool(host_driver_root)),
         ldconfig=ldconfig_path,
         csv_files=_split(csv_files),
         csv_ignore=_split(csv_ignore),
@@ -132,6 +134,16 @@ def generate(
         raise CdiError("the spec would be incomplete", seen=f"{len(missing)} thing(s) missing, see above")
     for infix, each in {"": spec, **coherence_specs(options, facts)}.items():
         _put(each, infix, output, form)
+    if hook_path is None and not host_driver_root and not programs.is_program(options.hook_path):
+        say(f"{OURS} isn't here: the spec names {options.hook_path}; write it with: gpulet install, or use --hook-path")
+
+
+def _hook_program(named: str | None, *, out_of_sight: bool) -> str:
+    """The hook program's path. out_of_sight: the specification is for another root than the one that is seen here."""
+    if named is not None:
+        return named if out_of_sight else as_ours(named)
+    usual = HookCalls.path
+    return usual if out_of_sight else programs.find(OURS, (os.path.dirname(usual),)) or usual
 
 
 def _put(spec: dict[str, Any], infix: str, output: str, form: str) -> None:

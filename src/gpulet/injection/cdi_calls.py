@@ -48,7 +48,7 @@ class HookCalls(Value):
     work is not to be done, or "all"; ldconfig: the host's, where NVIDIA's program shall take another than its default.
     """
 
-    path: str = f"/usr/bin/{OURS}"
+    path: str = f"/usr/local/bin/{OURS}"  # where `gpulet install` puts it unless told
     without: tuple[str, ...] = ()
     ldconfig: str = ""
 
