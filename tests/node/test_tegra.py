@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from gpulet.errors import NodeError
-from gpulet.node import nvml, tegra
+from gpulet.node import nvml_place, tegra
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,10 @@ def _raises(code: int) -> Any:
 
 def test_a_gpu_that_is_no_pci_device_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", _raises(pynvml.NVML_ERROR_NOT_SUPPORTED))
-    assert nvml._place(object(), "Orin (nvgpu)", "/", "/") == ("", -1)
+    assert nvml_place.place(object(), "Orin (nvgpu)", "/", "/") == ("", -1)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", _raises(pynvml.NVML_ERROR_GPU_IS_LOST))
     with pytest.raises(pynvml.NVMLError):
-        nvml._place(object(), "Orin (nvgpu)", "/", "/")
+        nvml_place.place(object(), "Orin (nvgpu)", "/", "/")
 
 
 @pytest.mark.parametrize(("name", "part_of_it"), [("NVIDIA Thor", True), ("NVIDIA T4", False)])
@@ -61,7 +61,7 @@ def test_no_minor_is_a_tegras_alone(
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", lambda _: SimpleNamespace(busId="00000000:01:00.0"))
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMinorNumber", _raises(pynvml.NVML_ERROR_NOT_SUPPORTED))
     if part_of_it:
-        assert nvml._place(object(), name, str(tmp_path), str(tmp_path)) == ("", -1)
+        assert nvml_place.place(object(), name, str(tmp_path), str(tmp_path)) == ("", -1)
     else:
         with pytest.raises(NodeError, match=r"Device Minor in .*/0000:01:00\.0/information"):
-            nvml._place(object(), name, str(tmp_path), str(tmp_path))
+            nvml_place.place(object(), name, str(tmp_path), str(tmp_path))

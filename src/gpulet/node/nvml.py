@@ -13,12 +13,13 @@ from typing import Any, Self, TypeVar
 import pynvml
 
 from gpulet.errors import NodeError, NvmlError
-from gpulet.node import devices, nvml_errors, nvml_library, procfs
+from gpulet.node import devices, nvml_errors, nvml_library
 from gpulet.node.gpu import Gpu, Lost, MigDevice, NodeFacts
+from gpulet.node.nvml_errors import told
 from gpulet.node.nvml_links import all_links
 from gpulet.node.nvml_mig import GONE, mig_devices
+from gpulet.node.nvml_place import place
 from gpulet.node.paths import below
-from gpulet.node.platform import is_integrated
 from gpulet.node.procfs import CapMinors, nvml_bus_id, pci_name, proc_root, read_text, sys_root
 from gpulet.value import Value
 
@@ -50,11 +51,6 @@ def text_of(error: pynvml.NVMLError) -> str:
     return str(error)
 
 
-def _told(error: pynvml.NVMLError) -> str:
-    """The same with the number, which nvml_errors.code_in reads back."""
-    return f"{text_of(error)} (NVML {error.value})"
-
-
 def ask(default: T, function: Callable[..., T], *arguments: object) -> T:
     """The answer, or `default` where this GPU or library doesn't know the question. A lost GPU's error goes through."""
     try:
@@ -82,34 +78,6 @@ def _numa(sysfs: str, bus_id: str, handle: Any) -> int:
     return node if 0 <= node < 1 << 16 else -1
 
 
-def _place(handle: Any, name: str, proc: str, dev: str) -> tuple[str, int]:
-    """(PCI bus id, device minor). A Tegra's own GPU is no PCI device, and neither it nor one of WSL has a minor.
-
-    NodeError where nobody tells another's minor, without which no container could have it; any other failure of NVML's
-    is raised as it is.
-    """
-    try:
-        bus_id = nvml_bus_id(_decode(pynvml.nvmlDeviceGetPciInfo(handle).busId))
-    except pynvml.NVMLError as error:
-        if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
-            raise
-        return "", -1
-    try:
-        return bus_id, int(pynvml.nvmlDeviceGetMinorNumber(handle))
-    except pynvml.NVMLError as error:
-        if error.value in GONE:
-            raise
-        said = below(proc, f"{procfs.DRIVER}/gpus/{pci_name(bus_id)}/information")
-        minor = procfs.parse_information(read_text(said) or "").get("Device Minor", "")
-        if minor.isdigit():
-            return bus_id, int(minor)
-        if is_integrated(name) or devices.char_device(dev, "/dev/dxg"):
-            return "", -1
-        raise NodeError(
-            "which /dev/nvidiaN it has isn't known", seen=_told(error), wanted=f"Device Minor in {said}"
-        ) from error
-
-
 def _memory(handle: Any) -> int:
     info = ask(None, pynvml.nvmlDeviceGetMemoryInfo, handle)
     return int(info.total) if info else 0
@@ -128,7 +96,7 @@ class _Look:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         uuid = _decode(pynvml.nvmlDeviceGetUUID(handle))
         name = _decode(ask("", pynvml.nvmlDeviceGetName, handle))
-        bus_id, minor = _place(handle, name, self.proc, self.dev)
+        bus_id, minor = place(handle, name, self.proc, self.dev)
         mode = ask(None, pynvml.nvmlDeviceGetMigMode, handle)
         drm, drm_links = devices.drm_of(self.sysfs, self.dev, pci_name(bus_id))
         gpu = Gpu(
@@ -161,7 +129,7 @@ class _Look:
             except pynvml.NVMLError as error:
                 if error.value in nvml_errors.ABOUT_NVML:
                     raise
-                lost.append(_lost(index, _told(error)))
+                lost.append(_lost(index, told(error.value, text_of(error))))
             except NodeError as error:
                 lost.append(_lost(index, str(error)))
         return found, lost
@@ -265,7 +233,7 @@ class Session:
                     handle, mask & pynvml.nvmlDeviceGetSupportedEventTypes(handle), self._events
                 )
             except pynvml.NVMLError as error:
-                refused[uuid] = _told(error)
+                refused[uuid] = told(error.value, text_of(error))
         return refused
 
     def wait(self, timeout_ms: int) -> Event | None:
@@ -300,7 +268,7 @@ class Session:
                 return ""
             if error.value in nvml_errors.ABOUT_NVML:
                 raise NvmlError("NVML can't be asked for a GPU", code=error.value, seen=text_of(error)) from error
-            return _told(error)
+            return told(error.value, text_of(error))
         return ""
 
     def recovery(self, uuid: str) -> int:

@@ -29,6 +29,11 @@ ABOUT_THE_QUESTION = frozenset({2, NOT_SUPPORTED, NO_PERMISSION, 5, 7, 13, 14, 1
 _FOLDERS_TOLD = 3
 
 
+def told(code: int, text: str) -> str:
+    """A reason in NVML's own words, with the code that `code_in` reads back."""
+    return f"{text} (NVML {code})"
+
+
 def code_in(reason: str) -> int:
     """NVML's code at the end of a reason as `Session.state` and `Session.watch` give it, -1 where it has none."""
     _, found, number = reason.rpartition("(NVML ")
