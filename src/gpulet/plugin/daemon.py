@@ -120,9 +120,9 @@ class Daemon:
             if config.fail_on_init_error and not unanswered:
                 raise
             self._cannot_ask(error)
-        except NodeError as error:
             if not unanswered:
                 log.warning("waiting for it, since fail-on-init-error is off")
+        except NodeError as error:
             if config.fail_on_init_error:
                 raise
             log.warning("%s; waiting for it, since fail-on-init-error is off", error)
