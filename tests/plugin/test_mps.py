@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import os
+import time
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +85,19 @@ def test_a_control_program_that_cannot_be_run(tmp_path, monkeypatch, caplog):
     with plugin.short_folder() as folder, Kubelet(folder), plugin.running(folder, lambda: facts(2), *words) as running:
         plugin.until(lambda: "can't be run: Exec format error" in caplog.text)
         assert running.thread.is_alive()
+
+
+def test_a_control_program_that_hangs_leaves_nothing_behind(tmp_path, monkeypatch):
+    program = tmp_path / "bin" / mps.PROGRAM
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {tmp_path}/child\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(mps, "ANSWER_TIMEOUT", 0.3)
+    (tmp_path / "mps" / GPU / "pipe").mkdir(parents=True)
+    began = time.monotonic()
+    said = asyncio.run(mps.problem(GPU, Config(mps_root=str(tmp_path / "mps"))))
+    assert said.endswith("no answer within 0.3 s")
+    assert time.monotonic() - began < 10
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    plugin.until(lambda: not child.exists() or child.read_text().split()[2] == "Z")  # a container's init may not reap

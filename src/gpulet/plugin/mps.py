@@ -6,8 +6,10 @@ Who starts the control daemons is mps_daemon.py, a program of its own: they must
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
+import signal
 
 from gpulet.errors import ConfigError
 from gpulet.plugin.config import Config
@@ -85,7 +87,7 @@ async def problem(resource: str, config: Config) -> str:
     try:
         process = await asyncio.create_subprocess_exec(
             program, env=environ, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=asyncio.subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         return f"{waiting}: {program} can't be run: {error.strerror}"
@@ -95,7 +97,8 @@ async def problem(resource: str, config: Config) -> str:
         return f"{waiting}: no answer within {ANSWER_TIMEOUT:g} s"
     finally:
         if process.returncode is None:  # also where we are to end meanwhile
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started, which may hold our pipes
             await process.wait()
     if process.returncode:
         words = " ".join(output.decode(errors="replace").split())
