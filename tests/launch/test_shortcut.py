@@ -158,6 +158,26 @@ def test_a_changed_configuration_counts_at_once(short: Shortcut) -> None:
     time.sleep(SETTLED)
 
 
+def test_a_configuration_of_the_same_time_counts_from_the_first_create(short: Shortcut) -> None:
+    """As images' files have it, and `cp -p`. A container is then started by the runtime that created it."""
+    machine = short.machine
+    other = machine.folder / "bin" / "other"
+    other.write_text(OTHER)
+    other.chmod(0o755)
+    before, times = machine.config_file.read_text(), machine.config_file.stat()
+    new = machine.folder / "new.toml"
+    new.write_text(before.replace(str(machine.low), str(other)))
+    os.utime(new, ns=(times.st_atime_ns, times.st_mtime_ns))
+    new.rename(machine.config_file)
+    machine.make({"ociVersion": "1.0.2", "root": {"path": "rootfs"}, "process": {"env": []}, "linux": {}})
+    for words in (("create", "--bundle", str(machine.bundle), "x"), ("start", "x")):
+        Path(f"{other}.called").unlink(missing_ok=True)
+        machine.run("gpulet-runtime", *words)
+        assert Path(f"{other}.called").exists(), words
+    machine.config_file.write_text(before)
+    time.sleep(SETTLED)
+
+
 def test_a_configuration_that_is_gone(short: Shortcut) -> None:
     away = short.machine.config_file.with_suffix(".away")
     short.machine.config_file.rename(away)

@@ -206,7 +206,6 @@ ALL_OF_THEM = ("compat32", "compute", "display", "graphics", "ngx", "utility", "
         ((f"{C}=all",), "all", ALL_OF_THEM),
         ((f"{C}=video,all",), "compute,utility", ("compute", "utility")),
         ((f"{C}= video , compute,",), "all", ("compute", "video")),
-        ((f"{C}=,",), "all", ()),
         (("CUDA_VERSION=11.0",), "all", ALL_OF_THEM),
         (("CUDA_VERSION=11.0", f"{C}="), "all", ("compute", "utility")),
     ],
@@ -235,6 +234,7 @@ def test_an_unknown_capability_stops_legacy_and_is_left_out_elsewhere() -> None:
         ("nvidia.com/gpu=all", ALL_OF_THEM),
         ("compute;utility", ALL_OF_THEM),
         ("gpu,compute", ("compute",)),
+        (" compute , 'utility'", ("compute", "utility")),
     ],
 )
 def test_odd_words_for_capabilities_leave_no_container_without_its_driver(value: str, wanted: tuple[str, ...]) -> None:
@@ -243,6 +243,14 @@ def test_odd_words_for_capabilities_leave_no_container_without_its_driver(value:
     assert asked(f"{V}=0", f"{C}={value}").capabilities == wanted
     with pytest.raises(RequestError, match="unsupported capabilities"):
         asked(f"{V}=0", f"{C}={value}", settings=Settings(mode="legacy"))
+
+
+@pytest.mark.parametrize("value", [" ", ",", '""', "''", " , "])
+def test_no_word_at_all_for_capabilities_is_as_if_unset(value: str) -> None:
+    """In the CDI modes; legacy mode has always taken commas and blanks for none."""
+    assert asked(f"{V}=0", f"{C}={value}").capabilities == ("compute", "utility")
+    if not value.strip(", "):
+        assert asked(f"{V}=0", f"{C}={value}", settings=Settings(mode="legacy")).capabilities == ()
 
 
 def test_a_capability_that_is_not_allowed_does_not_become_all() -> None:

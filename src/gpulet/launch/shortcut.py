@@ -32,11 +32,14 @@ def keep(settings: Settings, low_level: str, began: float) -> None:
         return
     try:
         state = os.stat(path)
-        if state.st_ctime > began - FRESH:
-            return
         answer, at = os.fsencode(f"{low_level}\n{search}\n"), beside(path)
-        if _kept(at) != (answer, state.st_mtime_ns):
+        kept = _kept(at)
+        if kept == (answer, state.st_mtime_ns):
+            return
+        if state.st_ctime <= began - FRESH:
             codec.put(at, answer, state.st_mtime_ns)
+        elif kept[0]:  # of a config.toml that another of the same time has replaced, as images' files may be
+            os.unlink(at)
     except OSError:
         pass
 

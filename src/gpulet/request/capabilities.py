@@ -13,6 +13,7 @@ from gpulet.settings import DRIVER_CAPABILITIES, Settings
 
 VARIABLE = "NVIDIA_DRIVER_CAPABILITIES"
 DEFAULT = ("compute", "utility")
+_PLAIN = {ord(quote): None for quote in "\"'"}
 
 
 def supported(settings: Settings) -> tuple[str, ...]:
@@ -43,11 +44,11 @@ def capabilities(container: Container, settings: Settings, trace: Trace, *, stri
     if value is None and is_legacy_image(container):
         trace.note("capabilities", "unset", where, f"legacy image: {','.join(allowed)}")
         return allowed
-    if not value:
+    wanted = sorted(set(_split(value or "") if strict else _split((value or "").translate(_PLAIN).lower())))
+    if not value or not (wanted or strict):
         chosen = tuple(name for name in DEFAULT if name in allowed)
         trace.note("capabilities", "unset" if value is None else "empty", where, f"default: {','.join(chosen)}")
         return chosen
-    wanted = sorted(set(_split(value) if strict else [name.strip("\"'").lower() for name in _split(value)]))
     chosen = allowed if "all" in wanted else tuple(name for name in wanted if name in allowed)
     if "all" not in wanted and len(chosen) < len(wanted):
         refused = ",".join(name for name in wanted if name not in allowed)
