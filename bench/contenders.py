@@ -12,6 +12,7 @@ from bench.peers import Peers
 from bench.site import LOW_LEVEL, SETTLED, Runtime, Site
 from gpulet.errors import EngineError
 from gpulet.injection import cdi
+from gpulet.injection.cdi_calls import HookCalls
 from gpulet.node import driver, procfs
 
 ASKED = "NVIDIA_VISIBLE_DEVICES=0,1"
@@ -130,7 +131,7 @@ def _specs(site: Site, peers: Peers, form: str) -> Path:
     else:
         facts = procfs.facts(str(site.node.root))
         files = driver.find(str(site.node.root), version=facts.driver)
-        made = cdi.make_spec(facts, files, hook_path=str(site.launchers["gpulet-cdi-hook"]))
+        made = cdi.make_spec(facts, files, calls=HookCalls(str(site.launchers["gpulet-cdi-hook"])))
         cdi.write_spec(made, str(folder / f"nvidia.{form.lower()}"))
     return folder
 

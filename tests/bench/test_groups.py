@@ -24,7 +24,8 @@ SMALL = """
 import sys
 from bench import __main__, create, engine, prefer, rpc, throughput
 from bench.contenders import BARE, OURS
-create.contenders = throughput.contenders = lambda peers: [BARE, OURS[0]]
+throughput.contenders = lambda peers: [BARE, OURS[0]]
+create.contenders = lambda peers: [BARE, OURS[0], next(one for one in OURS if one.mode == "cdi")]
 engine.contenders = lambda peers: [BARE, engine.GOAL]
 prefer.NUMBERS, rpc.STARTS, rpc.REPLICAS, throughput.BATCH = (4,), 1, (1,), 2
 sys.exit(__main__.main([*sys.argv[1:], "--rounds", "1", "--json"]))
@@ -58,7 +59,7 @@ def test_a_real_engine(short: Path) -> None:
 
 def test_containers(short: Path) -> None:
     rows = ran(short, "create", "throughput", "passthrough", "cli")
-    assert [row["runtime"] for row in rows["create"]] == ["bare", "gpulet"]
+    assert [row["mode"] for row in rows["create"]] == ["", "jit-cdi", "cdi"]
     assert {(row["runtime"], row["at a time"]) for row in rows["throughput"]} == {
         (name, width) for name in ("bare", "gpulet") for width in (1, 8)
     }

@@ -122,6 +122,10 @@ def test_what_is_mounted_over_a_place_stays(root: Path, kind: str) -> None:
         linux.unshare(linux.CLONE_NEWNS)
         mount_api.mount("none", "/", "", mount_api.MS_REC | mount_api.MS_PRIVATE)
         mount_api.mount(str(theirs), str(place), "", mount_api.MS_BIND)
+        mount_api.mount("none", "/proc", "tmpfs", 0)  # a container's own may hold anything, and make who opens it wait
+        os.makedirs("/proc/self/fdinfo")
+        for number in range(64):
+            os.mkfifo(f"/proc/self/fdinfo/{number}")
         with Root(str(root)) as held:
             changed = [held.symlink("a", "/etc/x"), held.write("/etc/x", b"ours"), held.write("/etc/y", b"ours")]
             still = os.path.samestat(place.stat(), seen)

@@ -101,6 +101,20 @@ class TestContainerRoot:
         assert "wanted an absolute path" in capsys.readouterr().err
         assert not os.path.lexists(bundle / "x")
 
+    @pytest.mark.parametrize(("named", "root"), [("", "out"), ("b", "../out"), ("b", "out")])
+    def test_no_root_is_looked_for_from_where_the_hook_stands(  # type: ignore[no-untyped-def]
+        self, call, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys, named: str, root: str
+    ) -> None:
+        """It stands in the image, whose links lead anywhere."""
+        for folder in (bundle / "victim", bundle / "rootfs/b"):
+            folder.mkdir()
+        (bundle / "rootfs/out").symlink_to(bundle / "victim")
+        (bundle / "rootfs/b/out").symlink_to(bundle / "victim")
+        monkeypatch.chdir(bundle / "rootfs")
+        assert call("create-symlinks", "--link", "a::/x", bundle=named, root=root) == 1
+        assert "wanted an absolute path" in capsys.readouterr().err
+        assert not any((bundle / "victim").iterdir())
+
     @pytest.mark.root
     def test_never_this_machines_own_by_a_mount(self, bundle: Path) -> None:
         state = json.dumps({"bundle": str(bundle), "pid": 1})

@@ -158,6 +158,8 @@ def test_any_part_may_be_anything(tree: Path, shape: Any, data: st.DataObject) -
         (("process", "env"), [f"{V}=0", "A=\0"], r"process\.env: 'A=\\x00'"),
         (("process", "user"), {"uid": "0"}, "uid: '0' .wanted a JSON number"),
         (("mounts",), [{"destination": "/a\0"}], "mounts: destination"),
+        (("mounts",), [{"destination": "/a", "options": 5}], "options: 5 .wanted a JSON array"),
+        (("mounts",), [{"destination": "/a", "options": [["bind"]]}], r"mounts: options: \['bind'\] .wanted text"),
         (("hooks",), {"createContainer": [{"path": "/x", "args": [None]}]}, "createContainer: args: None"),
         (("hooks",), {"prestart": [{"path": "/x/gpulet-hook", "env": [5]}]}, "prestart: env: 5"),
         (("linux", "netDevices"), [], "netDevices"),

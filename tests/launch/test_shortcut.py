@@ -98,7 +98,9 @@ def test_what_might_be_more_is_left_to_python(short: Shortcut, words: tuple[str,
 
 
 def test_create_still_edits(short: Shortcut) -> None:
-    short.machine.create({"ociVersion": "1.0.2", "root": {"path": "rootfs"}, "process": {"env": []}, "linux": {}})
+    asks = {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}
+    edited = short.machine.create({"ociVersion": "1.0.2", "root": {"path": "rootfs"}, "process": asks, "linux": {}})
+    assert "/dev/nvidia0" in [node["path"] for node in edited["linux"]["devices"]]
 
 
 def test_the_environment_arrives_and_gains_nothing(short: Shortcut) -> None:

@@ -248,7 +248,8 @@ def gaps(facts: NodeFacts | None, options: Options) -> list[str]:
         found.append("no /dev/nvidiactl; run: nvidia-modprobe -c 0")
     missing = lacking(_driver_files(options, facts))
     found += [f"{text} of this driver; install it, or name its folder with --library-search-path" for text in missing]
-    found += [f"no /dev/nvidia{gpu.minor}" for gpu in facts.gpus if f"/dev/nvidia{gpu.minor}" not in present]
+    minors = [gpu.minor for gpu in facts.gpus if gpu.minor >= 0]  # an integrated GPU has none
+    found += [f"no /dev/nvidia{minor}" for minor in minors if f"/dev/nvidia{minor}" not in present]
     for node in facts.nodes:
         now = kernel_major(facts, node.path)
         if now >= 0 and now != node.major:

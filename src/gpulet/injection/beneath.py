@@ -192,18 +192,18 @@ class Root:
         if text is not None:  # a link to what isn't there, such as /var/run in a bare image: make what it names
             return self._open_or_make(text if text.startswith("/") else f"{head}/{text}", links + 1)
         try:
-            os.mkdir(name, 0o755, dir_fd=parent)
+            return self._make_folder(parent, name)
         except FileExistsError as error:  # another container's runtime, on the same root, was first
             if links > linux.MAX_LINKS:
                 raise failed("make folder", path, error) from error
             return self._open_or_make(path, links + 1)
         except OSError as error:
             raise failed("make folder", path, error) from error
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-            self._own(fd, 0o755)
-        except OSError as error:
-            raise failed("make folder", path, error) from error
+
+    def _make_folder(self, parent: int, name: str) -> int:
+        os.mkdir(name, 0o755, dir_fd=parent)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        self._own(fd, 0o755)
         self.record("", lambda: os.rmdir(name, dir_fd=parent))
         return fd
 
@@ -398,24 +398,8 @@ def link_text(parent: int, name: str) -> str | None:
 
 
 def _covered(parent: int, name: str) -> bool:
-    """Whether a mount lies over the last name: it is of another mount than its folder then."""
-    try:
-        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    except OSError:
-        return False
-    try:
-        return _mount_id(fd) != _mount_id(parent)
-    finally:
-        os.close(fd)
-
-
-def _mount_id(fd: int) -> bytes:
-    """Which mount an open file is of (proc_pid_fdinfo(5)); no path tells it of a bind mount of its own file system."""
-    try:
-        with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
-            return next((line for line in file if line.startswith(b"mnt_id:")), b"")
-    except OSError:
-        return b""
+    """Whether a mount lies over the last name, be it of the same file system."""
+    return linux.crosses_mount(parent, name)
 
 
 def _content(parent: int, name: str) -> bytes:

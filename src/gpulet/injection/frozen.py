@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 
-from gpulet import mount_api
 from gpulet.injection.beneath import Root, failed
 
 PARAMS = "/proc/driver/nvidia/params"
@@ -31,17 +30,17 @@ def cover(root: Root, data: bytes) -> None:
 
     The file lies on a file system of its own that nothing else shows, so neither the root nor the host gains a file.
     """
+    from gpulet import mount_api  # the runtime only asks for `params`
+
     hidden = mount_api.MOUNT_ATTR_NOSUID | mount_api.MOUNT_ATTR_NODEV | mount_api.MOUNT_ATTR_NOEXEC
+    target = folder = descriptors = tree = cover = -1
     try:
-        target = root.open(PARAMS, os.O_PATH)
-        folder = root.open(PARAMS.rpartition("/")[0], os.O_PATH | os.O_DIRECTORY)
-    except OSError as error:
-        if error.errno == 2:
+        try:
+            target = root.open(PARAMS, os.O_PATH)
+            folder = root.open(PARAMS.rpartition("/")[0], os.O_PATH | os.O_DIRECTORY)
+        except FileNotFoundError:
             return  # the container's /proc doesn't show the driver
-        raise failed("open", PARAMS, error) from error
-    descriptors = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    tree = cover = -1
-    try:
+        descriptors = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         tree = mount_api.new_file_system("tmpfs", (("mode", "0555"), ("size", "64k")), hidden)
         place(tree, "params", data)
         # Until Linux 6.15 only what is mounted can be cloned: so it is, for a moment, over the driver's folder.

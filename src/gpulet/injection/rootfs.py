@@ -27,7 +27,7 @@ def prepare(root: str, work: RootfsWork, mounts: Sequence[Mount] = ()) -> tuple[
     mounts: the injection's mounts; those of the kinds library and library32 enter the loader's cache by their soname,
     which is read from the host's file, as they are not yet mounted. Without any, what is mounted in work.folders
     already is taken, else everything that lies there.
-    Freezing the driver's device nodes needs a mount and is left to params.py and the caller.
+    Freezing the driver's device nodes needs a mount and is left to frozen.py and the caller.
     Raises StepFailed, and then nothing is changed.
     """
     libraries = loader.libraries_of(mounts)

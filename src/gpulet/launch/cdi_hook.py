@@ -194,6 +194,9 @@ def container_root(spec: str = "") -> str:
             state = State.parse(sys.stdin.buffer.read(), process=False)
     except OSError as error:
         raise BundleError("container state", seen=f"{spec}: {error.strerror}", wanted="a file") from None
+    if not os.path.isabs(state.root or state.bundle) and not os.path.isabs(state.bundle):
+        # from where we stand, which is in an image, whatever lies there would be read, and links lead out of it
+        raise BundleError("container state: bundle", seen=state.bundle or "none", wanted="an absolute path")
     path = os.path.join(state.bundle, state.root) if state.root else _root_of(state.bundle)
     if not path or (os.path.exists(path) and os.path.samefile(path, "/")):  # by whatever mount or link
         raise BundleError("container root", seen=path or "none", wanted="a folder other than /")
@@ -205,8 +208,6 @@ def _root_of(bundle: str) -> str:
     file; then it is the folder where runc has put them."""
     from gpulet.request.bundle import read_config
 
-    if not os.path.isabs(bundle):  # from where we stand, an image's own config.json would be read
-        raise BundleError("container state: bundle", seen=bundle or "none", wanted="an absolute path")
     try:
         part = read_config(os.path.join(bundle, "config.json")).get("root")
     except BundleError as error:

@@ -206,7 +206,7 @@ def _check_shapes(config: dict[str, Any]) -> None:
     _check_text("process.env", _part(process, "env", []))
     _check_text("annotations", _part(config, "annotations", {}).values())
     for table, name, texts, lists in (
-        (config, "mounts", ("source", "destination"), ()),
+        (config, "mounts", ("source", "destination"), ("options",)),
         (linux, "devices", ("path",), ()),
         (linux, "namespaces", ("type",), ()),
         (_part(linux, "resources", {}), "devices", (), ()),
