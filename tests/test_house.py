@@ -23,9 +23,8 @@ LAYERS: dict[str, set[str]] = {
     "plugin": {"node", "settings", "request", "injection"},
     "launch": {"node", "settings", "request", "injection"},
     "engines": {"node", "settings", "request", "injection", "launch"},
-    "doctor": {"node", "settings", "request", "injection"},
-    "sim": {"node", "settings", "request", "injection", "plugin", "launch", "engines", "doctor"},
-    "commands": {"node", "settings", "request", "injection", "plugin", "launch", "engines", "doctor", "sim"},
+    "sim": {"node", "settings", "request", "injection", "plugin", "launch", "engines"},
+    "commands": {"node", "settings", "request", "injection", "plugin", "launch", "engines", "sim"},
 }
 
 # The standard library's modules that a launcher may have loaded when its `main` is about to run. Each was weighed:

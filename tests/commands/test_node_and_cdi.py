@@ -71,6 +71,31 @@ def test_node_without_anything_still_tells_the_platform(capsys: Out, tmp_path: P
     assert data["platform"]["kind"] == "none" and "NVML library not found" in data["trouble"][0]
 
 
+def test_a_driver_whose_nodes_are_gone_is_a_failure_with_its_remedy(capsys: Out, h100: node.SimNode) -> None:
+    for path in (h100.root / "dev").glob("nvidia?*"):
+        if path.is_char_device():
+            path.unlink()
+    text = run(capsys, "node", "--driver-root", str(h100.root), code=1)
+    remedy = f"gpulet system create-device-nodes --driver-root {h100.root}"
+    wanted = f"! 2 GPUs in {h100.root}/proc/driver/nvidia, NVML lists none: no nodes in {h100.root}/dev; {remedy} makes"
+    assert wanted in text
+    run(capsys, *remedy.split()[1:])
+    assert json.loads(run(capsys, "node", "--driver-root", str(h100.root), "--json"))["trouble"] == []
+
+
+def test_keys_of_the_configuration_that_mean_nothing_are_told(
+    capsys: Out, h100: node.SimNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[gpulet.policy]\ngrant = "kubelet"\n')
+    monkeypatch.setenv("GPULET_CONFIG", str(config))
+    words = ("node", "--driver-root", str(h100.root), "--json")
+    (trouble,) = json.loads(run(capsys, *words))["trouble"]
+    assert trouble.startswith(f"{config}: unknown key gpulet.policy.grant") and "gpulet.policy.grants?" in trouble
+    config.write_text('[gpulet.policy]\ngrants = "kubelets"\n')
+    assert "line 2: gpulet.policy.grants" in json.loads(run(capsys, *words))["trouble"][0]
+
+
 def test_generate_is_the_same_from_nvml_and_from_procfs(capsys: Out, h100: node.SimNode) -> None:
     assert generate(capsys, h100) == generate(capsys, h100, "--mode", "procfs")
 

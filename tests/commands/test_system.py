@@ -55,10 +55,37 @@ def test_every_node_that_the_driver_has_numbers_for(node: Path) -> None:
     assert os.readlink(node / "dev/char/195:5") == f"{node}/dev/nvidia5"
 
 
-def test_a_node_without_devices_is_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "dev").mkdir()
-    done = run(tmp_path)
-    assert (done.exit_code, done.stdout) == (0, "")
+def test_a_relative_root_gives_links_that_lead_there_from_anywhere(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(node.parent)
+    run(Path(node.name), "--create-all")
+    for link in (node / "dev/char").iterdir():
+        assert os.readlink(link).startswith(f"{node}/dev/nvidia") and link.exists(), link
+    assert run(Path(node.name), "--create-all").stdout == ""
+
+
+@pytest.mark.parametrize("folder", ["absent", "bare"])
+def test_without_devices_both_commands_fail_alike(tmp_path: Path, folder: str) -> None:
+    if folder == "bare":
+        if os.path.isdir("/proc/driver/nvidia"):
+            pytest.skip("this machine has a driver, which counts for roots without a /proc of their own")
+        (tmp_path / folder / "dev").mkdir(parents=True)
+    root = tmp_path / folder
+    done = [run(root), typer.testing.CliRunner().invoke(system.app, ["create-device-nodes", f"--driver-root={root}"])]
+    assert [one.exit_code for one in done] == [1, 1] and str(done[0].exception) == str(done[1].exception)
+    assert str(root) in str(done[0].exception)
+
+
+def test_a_driver_without_nodes_names_the_command_that_makes_them(node: Path) -> None:
+    for path in (node / "dev").glob("nvidia*"):
+        path.unlink()
+    done = run(node)
+    assert done.exit_code == 1 and f"no nodes in {node}/dev; gpulet system create-device-nodes" in str(done.exception)
+    assert run(node, "--create-all").exit_code == 0
+
+
+def test_where_no_link_can_be_made_that_folder_is_named(node: Path) -> None:
+    done = run(node, "--dev-char-path=/proc")
+    assert done.exit_code == 1 and str(done.exception).startswith("can't make links in /proc: ")
 
 
 def test_device_nodes(node: Path) -> None:

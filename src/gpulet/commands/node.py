@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import shlex
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from gpulet.errors import DriverNotFound, NodeError, NvmlError
+from gpulet import settings as settings_file
+from gpulet.errors import ConfigError, DriverNotFound, NodeError, NvmlError
 from gpulet.injection import csv_files
-from gpulet.node import driver, nvml, platform, procfs, tegra
+from gpulet.node import devices, driver, nvml, platform, procfs, tegra
 from gpulet.node.driver import DriverFiles
 from gpulet.node.driver_files import lacking
 from gpulet.node.gpu import Gpu, NodeFacts
+from gpulet.node.paths import below
 from gpulet.node.platform import Platform
 
 _WIDTH = 132
@@ -60,6 +65,44 @@ def _files(root: str, facts: NodeFacts | None) -> tuple[DriverFiles | None, str]
         return None, str(error)
 
 
+def _out_of_reach(root: str, dev_root: str, facts: NodeFacts | None) -> str:
+    """Why NVML lists none of the GPUs that the driver serves, "" where it lists some or there are none."""
+    if facts is None or facts.source != "nvml" or facts.gpus or facts.lost:
+        return ""
+    try:
+        served = procfs.facts(root, dev_root, every=True)
+    except NodeError:
+        return ""
+    if not served.gpus:
+        return ""
+    folder = below(devices.choose_dev_root(root, dev_root), "/dev")
+    there = [gpu.minor for gpu in served.gpus if f"/dev/nvidia{gpu.minor}" in {node.path for node in served.nodes}]
+    why = f"none of their nodes in {folder} may be opened" if there else f"no nodes in {folder}"
+    mend = "" if there else f"; gpulet system create-device-nodes{_option(root)} makes them"
+    count = len(served.gpus)
+    return (
+        f"{count} GPU{'s'[: count > 1]} in {below(procfs.proc_root(root), procfs.DRIVER)}, NVML lists none: {why}{mend}"
+    )
+
+
+def _option(root: str) -> str:
+    return "" if root in ("", "/") else f" --driver-root {shlex.quote(root)}"
+
+
+def _configuration() -> list[str]:
+    """What of config.toml counts for nothing, a line for each, or why it can't be used at all."""
+    try:
+        settings = settings_file.load()
+    except ConfigError as error:
+        return [str(error)]
+    found = []
+    for key in settings.unknown:
+        near = difflib.get_close_matches(key, settings_file.KEYS, 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        found.append(f"{settings.source}: unknown key {key}, which counts for nothing{meant}")
+    return found
+
+
 def command(
     driver_root: Annotated[
         str, typer.Option("--driver-root", envvar="GPULET_DRIVER_ROOT", help="The tree that holds the driver.")
@@ -76,7 +119,8 @@ def command(
     kind = platform.detect(driver_root, gpu_names=[gpu.name for gpu in facts.gpus] if facts else [])
     found, no_files = _files(driver_root, facts)
     lacks = [f"{text} in this node's driver; install its package" for text in lacking(found)] if found else []
-    troubles = [text for text in (trouble, no_files, *lacks) if text]
+    unreachable = _out_of_reach(driver_root, dev_root, facts)
+    troubles = [text for text in (trouble, unreachable, no_files, *lacks, *_configuration()) if text]
     if as_json:
         data: dict[str, Any] = {"root": driver_root, "platform": kind.to_data()}
         data["facts"] = facts.to_data() if facts else None
@@ -85,7 +129,7 @@ def command(
         typer.echo(json.dumps(data))
     else:
         _show(driver_root, facts, kind, found, files, troubles)
-    if facts is None:
+    if facts is None or unreachable:
         raise typer.Exit(1)
 
 
@@ -113,7 +157,7 @@ def _show(
         _show_gpus(console, facts)
         _show_links(console, facts)
     for text in troubles:
-        console.print(f"[yellow]![/] {text}", soft_wrap=True)
+        console.print(f"[yellow]![/] {escape(text)}", soft_wrap=True)
     if files and found:
         _show_files(console, found)
 

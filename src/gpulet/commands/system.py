@@ -64,17 +64,17 @@ def create_dev_char_symlinks(
     """Make /dev/char/MAJOR:MINOR links to NVIDIA's nodes, which runc needs under systemd (runc issue 3708)."""
     if (load_kernel_modules or create_device_nodes) and not dry_run:
         kmods.prepare(driver_root, _facts(driver_root), (), lambda line: typer.echo(line, err=True), every=True)
+    facts = _facts(driver_root)
     wanted = dict(existing(driver_root))
-    if create_all:
-        facts = _facts(driver_root)
-        if facts is None:
-            raise NodeError("no NVIDIA devices found", seen="no driver", remedy="load it, or leave out --create-all")
+    if create_all and facts is not None:
         wanted = {**{(major, minor): path for path, major, minor in possible(driver_root, facts)}, **wanted}
+    elif create_all or not wanted:
+        raise _no_devices(driver_root, facts)
     try:
         done = [link(dev_char_path, number, path, dry_run) for number, path in sorted(wanted.items())]
     except OSError as error:
         raise EngineError(
-            "can't make link", seen=f"{error.filename}: {error.strerror}", remedy="become root"
+            f"can't make links in {dev_char_path}", seen=error.strerror, remedy="become root, or use --dev-char-path"
         ) from error
     if as_json:
         typer.echo(json.dumps([asdict(item) for item in done]))
@@ -101,7 +101,16 @@ def create_device_nodes(
         return
     after = kmods.prepare(driver_root, facts, (), typer.echo, every=True)
     if after is None:
-        raise NodeError("no NVIDIA devices found", seen=f"no driver beneath {driver_root}", remedy="install the driver")
+        raise _no_devices(driver_root, None)
+
+
+def _no_devices(root: str, facts: NodeFacts | None) -> NodeError:
+    """facts: None where there is no driver either."""
+    if facts is None:
+        return NodeError("no NVIDIA devices found", seen=f"no driver beneath {root}", remedy="install the driver")
+    folder = below(devices.choose_dev_root(root), "/dev")
+    remedy = "gpulet system create-device-nodes makes them"
+    return NodeError("no NVIDIA devices found", seen=f"a driver, and no nodes in {folder}", remedy=remedy)
 
 
 def existing(root: str) -> Iterator[tuple[tuple[int, int], str]]:
@@ -120,6 +129,7 @@ def possible(root: str, facts: NodeFacts) -> Iterator[tuple[str, int, int]]:
 
 def link(folder: Path, number: tuple[int, int], target: str, dry_run: bool) -> CharLink:
     """Makes one link, unless one is there that leads to the same place. Raises OSError."""
+    target = os.path.abspath(target)  # what is relative counts from the folder of the link
     path = folder / f"{number[0]}:{number[1]}"
     there = path.is_symlink() or path.exists()
     if there and os.path.realpath(path) == os.path.realpath(target):
@@ -134,7 +144,10 @@ def link(folder: Path, number: tuple[int, int], target: str, dry_run: bool) -> C
 
 
 def _facts(root: str) -> NodeFacts | None:
+    """None where there is no driver. Raises NodeError where there is no root."""
     try:
         return procfs.facts(root, every=True)  # who makes nodes decides which this node is to have
     except NodeError:
+        if not os.path.isdir(root or "/"):
+            raise
         return None
