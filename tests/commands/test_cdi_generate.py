@@ -98,6 +98,18 @@ def test_the_hook_program_is_the_installed_one(
     assert named("--host-driver-root", "/host") == ({f"{tmp_path}/bin/gpulet-cdi-hook"}, "")
 
 
+def test_a_hook_program_without_its_folder_is_looked_up(
+    capsys: Out, tmp_path: Path, a100: node.SimNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/hook").touch(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+    for word in ("hook", "bin/hook"):
+        spec = spec_of(capsys, a100, "--hook-path", word)
+        assert {hook["path"] for hook in spec["containerEdits"]["hooks"]} == {f"{tmp_path}/bin/hook"}
+
+
 def test_the_services_variables_count(
     capsys: Out, tmp_path: Path, a100: node.SimNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +258,9 @@ def names_of(spec: dict[str, Any]) -> list[str]:
         (("--mode", "csv"), 1),
         (("--csv.file", "/absent.csv", "--mode", "csv"), 1),
         (("--class", "a b"), 1),
-        (("--hook-path", ""), 1),
+        (("--hook-path", ""), 2),
+        (("--hook-path", "bin/absent"), 2),
+        (("--hook-path", "true", "--host-driver-root", "/host"), 2),
         (("--enable-hook", "x"), 2),
         (("--target", "podman"), 2),
         (("--output", "/proc/absent/x.yaml"), 1),

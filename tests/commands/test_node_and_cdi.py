@@ -12,6 +12,7 @@ import yaml
 
 from gpulet.commands.main import main
 from gpulet.injection import cdi
+from gpulet.injection.cdi_calls import HookCalls
 from gpulet.sim import inject, node
 
 pytestmark = pytest.mark.root
@@ -188,9 +189,26 @@ def test_verify_says_what_changed_and_how_to_mend_it(capsys: Out, tmp_path: Path
     inject.inject(h100.folder, "driver 580.65.06")
     text = run(capsys, "cdi", "verify", "--driver-root", root, "--spec-dir", folder, code=1)
     assert "580.65.06" in text and "libcuda.so." in text
-    assert f"mend it with: gpulet cdi generate --driver-root {root} --output {path}" in text
+    assert f"mend it with: gpulet cdi generate --driver-root {root} --hook-path {HOOK} --output {path}" in text
     data = json.loads(run(capsys, "cdi", "verify", path, "--driver-root", root, "--json", code=1))
     assert not data["ok"] and data["files"][0]["problems"]
+
+
+def test_what_verify_says_mends_a_spec_whose_hook_program_is_gone(
+    capsys: Out, tmp_path: Path, h100: node.SimNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setattr("gpulet.launch.programs.DEFAULT_PATH", ())
+    monkeypatch.setattr(HookCalls, "path", f"{tmp_path}/bin/gpulet-cdi-hook")
+    path, root = str(tmp_path / "cdi/nvidia.yaml"), str(h100.root)
+    run(capsys, "cdi", "generate", "--driver-root", root, "--hook-path", "/absent/hook", "--output", path)
+    verify = ("cdi", "verify", path, "--driver-root", root)
+    write = f"gpulet cdi generate --driver-root {root} --output {path}"
+    assert f"  mend it with: gpulet install --yes && {write}\n" in run(capsys, *verify, code=1)
+    run(capsys, "install", "--yes", "--prefix", str(tmp_path))
+    assert f"  mend it with: {write}\n" in run(capsys, *verify, code=1)
+    run(capsys, *write.split()[1:])
+    assert "fits this node" in run(capsys, *verify)
 
 
 def test_list_validate_and_broken_files(capsys: Out, tmp_path: Path, h100: node.SimNode) -> None:
@@ -203,6 +221,11 @@ def test_list_validate_and_broken_files(capsys: Out, tmp_path: Path, h100: node.
     text = run(capsys, "cdi", "validate", "--spec-dir", str(folder), code=1)
     assert "nvidia.yaml: valid" in text and "bad.yaml: invalid" in text
     good = str(folder / "nvidia.yaml")
+    spec = json.loads(json.dumps(cdi.read_spec(good)))
+    spec["containerEdits"]["hooks"][0]["path"] = "bin/hook"
+    (folder / "relative.json").write_text(json.dumps(spec))
+    text = run(capsys, "cdi", "validate", str(folder / "relative.json"), code=1)
+    assert text.endswith("  hooks: path 'bin/hook' is relative, low-level runtimes want an absolute path\n")
     assert "annotations" in run(capsys, "cdi", "validate", good, "--target", "podman=4.6", code=1)
 
 

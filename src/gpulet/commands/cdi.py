@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
 
 from gpulet.commands.cdi_why import explain
-from gpulet.commands.cdi_write import ROOT, generate, say
+from gpulet.commands.cdi_write import ROOT, generate, installed_hook, say
 from gpulet.commands.node import look
 from gpulet.errors import CdiError, GpuletError, NodeError
 from gpulet.injection import cdi, cdi_fingerprint, cdi_rules, cdi_targets, cdi_transform
 from gpulet.injection.build import GATED
 from gpulet.injection.cdi_registry import DEFAULT_FOLDERS, Registry, parse, read_spec
+from gpulet.launch import programs
 from gpulet.node.gpu import NodeFacts
 
 app = typer.Typer(no_args_is_help=True, help="Write, check and explain CDI specifications.")
@@ -64,13 +68,16 @@ def validate(
     target: Annotated[str, typer.Option(help="Also hold them against what an engine reads: podman=4.9.")] = "",
     as_json: JSON = False,
 ) -> None:
-    """Hold spec files against CDI's rules. Exit code 1 where one breaks them."""
+    """Hold spec files against the rules of CDI, and of OCI for paths. Exit code 1 where one breaks them."""
     highest = cdi_targets.limit(target) if target else cdi_rules.VERSIONS[-1]
     results: dict[str, list[str]] = {}
     for path in _files(paths, folders):
         try:
             spec = read_spec(path)
             results[path] = [f"{target} can't read {what}" for what in cdi_targets.above(spec, highest)]
+            results[path] += [
+                f"{what} is relative, low-level runtimes want an absolute path" for what in _relative(spec)
+            ]
             if not results[path] and cdi_rules.parse_version(spec["cdiVersion"]) > cdi_rules.parse_version(highest):
                 results[path] = [f"declares {spec['cdiVersion']}, {target} reads up to {highest}"]
         except CdiError as error:
@@ -98,22 +105,36 @@ def verify(
         try:
             spec = read_spec(path)
             results[path] = cdi_fingerprint.problems(spec, facts)
-            remedies[path] = _mend(path, spec["kind"], driver_root)
+            remedies[path] = _mend(path, spec, driver_root)
         except CdiError as error:
             results[path] = [str(error)]
     _report(results, as_json, good="fits this node", wrong="stale", remedies=remedies)
 
 
-def _mend(path: str, kind: str, root: str) -> str:
-    """The command that writes a spec of this kind anew."""
-    vendor, cls = cdi_rules.split_kind(kind)
+def _relative(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Paths that CDI's own rules leave alone and OCI's refuse (runtime-spec, config.md)."""
+    for edits in cdi_rules.all_edits(spec):
+        for kind, field in (("hooks", "path"), ("deviceNodes", "path"), ("mounts", "containerPath")):
+            for item in edits.get(kind) or ():
+                if not item[field].startswith("/"):
+                    yield f"{kind}: {field} {item[field]!r}"
+
+
+def _mend(path: str, spec: Mapping[str, Any], root: str) -> str:
+    """The command that writes a spec of this kind anew, with the hook program that it names where that is here."""
+    vendor, cls = cdi_rules.split_kind(spec["kind"])
     mode = {"imex-channel": "imex"}.get(cls, cls if cls in GATED else "")
     mode = "management" if vendor.startswith("management.") else mode
-    words = [f"--mode {mode}"] if mode else []
-    words += [f"--driver-root {root}"] if root not in ("", "/") else []
-    words += [] if vendor in ("nvidia.com", "management.nvidia.com") else [f"--vendor {vendor}"]
-    words += [] if mode or cls == "gpu" else [f"--class {cls}"]
-    return " ".join(["gpulet cdi generate", *words, f"--output {path}"])
+    words = ["--mode", mode] if mode else []
+    words += ["--driver-root", root] if root not in ("", "/") else []
+    words += [] if vendor in ("nvidia.com", "management.nvidia.com") else ["--vendor", vendor]
+    words += [] if mode or cls == "gpu" else ["--class", cls]
+    hooks = [hook["path"] for edits in cdi_rules.all_edits(spec) for hook in edits.get("hooks") or ()]
+    here = next((hook for hook in hooks if os.path.isabs(hook) and programs.is_program(hook)), None)
+    installed = installed_hook()
+    words += ["--hook-path", here] if here and here != installed else []
+    before = "gpulet install --yes && " if hooks and not here and not installed else ""
+    return before + shlex.join(["gpulet", "cdi", "generate", *words, "--output", path])
 
 
 def _report(

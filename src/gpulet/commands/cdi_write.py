@@ -140,10 +140,19 @@ def generate(
 
 def _hook_program(named: str | None, *, out_of_sight: bool) -> str:
     """The hook program's path. out_of_sight: the specification is for another root than the one that is seen here."""
-    if named is not None:
-        return named if out_of_sight else as_ours(named)
-    usual = HookCalls.path
-    return usual if out_of_sight else programs.find(OURS, (os.path.dirname(usual),)) or usual
+    if named is None:
+        return HookCalls.path if out_of_sight else installed_hook() or HookCalls.path
+    path = named if os.path.isabs(named) else None
+    if path is None and named and not out_of_sight:
+        path = programs.find(named)
+    if path is None:  # engines start it wherever they are, with a PATH of theirs
+        raise UsageError("--hook-path", seen=repr(named), wanted="an absolute path, or a program that is here")
+    return path if out_of_sight else as_ours(path)
+
+
+def installed_hook() -> str | None:
+    """The path of our hook program on this machine, None where it isn't installed."""
+    return programs.find(OURS, (os.path.dirname(HookCalls.path),))
 
 
 def _put(spec: dict[str, Any], infix: str, output: str, form: str) -> None:
