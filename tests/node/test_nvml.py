@@ -13,6 +13,7 @@ from gpulet.errors import NvmlError
 from gpulet.injection import build
 from gpulet.node import nvml, nvml_errors, procfs
 from gpulet.node.nvml_mig import profile_name
+from gpulet.plugin.generation import with_lost
 from gpulet.sim import inject, node, nvmlfile
 from support import driver_tree as tree
 
@@ -134,6 +135,50 @@ def answers(monkeypatch: pytest.MonkeyPatch, function: str, code: int) -> None:
     monkeypatch.setattr(pynvml, function, fails)
 
 
+DECIDING = (
+    "GetMigMode", "GetMemoryInfo", "GetName", "GetCudaComputeCapability", "GetMinorNumber", "GetMaxMigDeviceCount",
+    "GetMigDeviceHandleByIndex", "GetGpuInstanceId", "GetAttributes_v2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [10, 28, 999])
+@pytest.mark.parametrize("question", DECIDING)
+def test_an_error_that_may_be_over_with_the_next_question_makes_no_other_gpu_of_it(
+    tmp_path: Path, question: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A partitioned GPU that was taken for a whole one for a moment was offered, and allocated, as one."""
+    root = str(node.create(tmp_path / "n", "a100x8", mig=["gpu0: 1g.5gb x7"]).root)
+    before, name = nvml.facts(root), f"nvmlDevice{question}"
+    real, calls = getattr(pynvml, name), []
+
+    def fails_once(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise pynvml.NVMLError(code)
+        return real(*arguments)
+
+    monkeypatch.setattr(pynvml, name, fails_once)
+    facts = nvml.facts(root)
+    assert [gpu.index for gpu in facts.gpus] == [1, 2, 3, 4, 5, 6, 7]
+    assert [(lost.index, lost.uuid, nvml_errors.code_in(lost.reason)) for lost in facts.lost] == [
+        (0, before.gpus[0].uuid, code)
+    ]
+    assert with_lost(facts, before).gpus[0] == before.gpus[0]
+    assert nvml.facts(root) == before
+
+
+def test_what_a_gpu_is_used_without_is_no_reason_to_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = str(node.create(tmp_path / "n", "a100x8", mig=["gpu0: 1g.5gb x7"]).root)
+    before = nvml.facts(root)
+    for function in ("DeviceGetSerial", "SystemGetCudaDriverVersion", "SystemGetDriverVersion"):
+        answers(monkeypatch, f"nvml{function}", 999)
+    facts = nvml.facts(root)
+    assert facts.gpus == tuple(gpu.replace(serial="") for gpu in before.gpus) and facts.driver == facts.cuda == ""
+    answers(monkeypatch, "nvmlDeviceGetMigMode", 3)
+    answers(monkeypatch, "nvmlDeviceGetMemoryInfo", 4)
+    assert {(gpu.mig_capable, gpu.memory) for gpu in nvml.facts(root).gpus} == {(False, 0)}
+
+
 def test_every_code_of_nvml_says_one_thing_of_the_gpu() -> None:
     codes = {value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
     told = [nvml_errors.BROKEN, nvml_errors.ABOUT_NVML, nvml_errors.ABOUT_THE_QUESTION]
@@ -159,6 +204,8 @@ def test_what_is_about_nvml_is_about_no_gpu(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(NvmlError) as raised:
             session.state(made.gpus[0].uuid)
         assert raised.value.code == nvml_errors.UNINITIALIZED
+        with pytest.raises(NvmlError, match="can't be asked for a GPU: Uninitialized"):
+            session.watch([made.gpus[0].uuid])
         answers(monkeypatch, "nvmlDeviceGetUUID", 1)
         with pytest.raises(NvmlError, match="can't list the GPUs: Uninitialized"):
             session.facts()
@@ -167,12 +214,23 @@ def test_what_is_about_nvml_is_about_no_gpu(tmp_path: Path, monkeypatch: pytest.
 def test_a_session_of_a_driver_that_was_replaced_leaves_the_new_one_alone(tmp_path: Path) -> None:
     made = node.create(tmp_path / "n", "h100x8", gpus=1)
     with nvml.Session(str(made.root)) as before:
+        before.watch([made.gpus[0].uuid])
         inject.inject(made.folder, "driver 580.1.2")
-        with pytest.raises(NvmlError):
-            before.state(made.gpus[0].uuid)
         with nvml.Session(str(made.root)) as session:
+            for act in (before.facts, lambda: before.state(made.gpus[0].uuid), lambda: before.wait(1)):
+                with pytest.raises(NvmlError, match="the driver was replaced") as raised:
+                    act()
+                assert raised.value.code == nvml_errors.UNINITIALIZED
             before.close()
             assert len(session.facts().gpus) == 1
+
+
+def test_the_end_of_a_session_hides_no_error(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "h100x8", gpus=1)
+    with pytest.raises(ZeroDivisionError), nvml.Session(str(made.root)):
+        for library in made.library_folder.glob("libnvidia-ml*"):
+            library.unlink()
+        raise ZeroDivisionError
 
 
 def test_a_minor_that_nvml_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

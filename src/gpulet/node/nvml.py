@@ -15,9 +15,10 @@ import pynvml
 from gpulet.errors import NodeError, NvmlError
 from gpulet.node import devices, nvml_errors, nvml_library
 from gpulet.node.gpu import Gpu, Lost, MigDevice, NodeFacts
+from gpulet.node.nvml_ask import ask, text
 from gpulet.node.nvml_errors import told
 from gpulet.node.nvml_links import all_links
-from gpulet.node.nvml_mig import GONE, mig_devices
+from gpulet.node.nvml_mig import mig_devices
 from gpulet.node.nvml_place import place
 from gpulet.node.paths import below
 from gpulet.node.procfs import CapMinors, nvml_bus_id, pci_name, proc_root, read_text, sys_root
@@ -46,23 +47,12 @@ class Event(Value):
     ci: int = -1
 
 
-def text_of(error: pynvml.NVMLError) -> str:
-    """NVML's own words for an error, without the library's help where that isn't loaded."""
-    return str(error)
-
-
-def ask(default: T, function: Callable[..., T], *arguments: object) -> T:
-    """The answer, or `default` where this GPU or library doesn't know the question. A lost GPU's error goes through."""
+def _if_told(default: T, function: Callable[..., T], *arguments: object) -> T:
+    """What a GPU is offered or used without: `default` whatever keeps us from it."""
     try:
         return function(*arguments)
-    except pynvml.NVMLError as error:
-        if error.value in GONE:
-            raise
+    except pynvml.NVMLError:
         return default
-
-
-def _decode(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _arch(handle: Any) -> str:
@@ -92,10 +82,10 @@ class _Look:
         self.minors = CapMinors(self.proc)
 
     def gpu(self, index: int) -> tuple[Gpu, Any]:
-        """One GPU and its handle. Raises NVMLError where it can't be named, NodeError where it can't be reached."""
+        """One GPU and its handle. Raises NVMLError where it doesn't answer, NodeError where it can't be reached."""
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = _decode(pynvml.nvmlDeviceGetUUID(handle))
-        name = _decode(ask("", pynvml.nvmlDeviceGetName, handle))
+        uuid = text(pynvml.nvmlDeviceGetUUID(handle))
+        name = text(ask("", pynvml.nvmlDeviceGetName, handle))
         bus_id, minor = place(handle, name, self.proc, self.dev)
         mode = ask(None, pynvml.nvmlDeviceGetMigMode, handle)
         drm, drm_links = devices.drm_of(self.sysfs, self.dev, pci_name(bus_id))
@@ -109,7 +99,7 @@ class _Look:
             arch=_arch(handle),
             memory=_memory(handle),
             numa=_numa(self.sysfs, bus_id, handle),
-            serial=_decode(ask("", pynvml.nvmlDeviceGetSerial, handle)),
+            serial=text(_if_told("", pynvml.nvmlDeviceGetSerial, handle)),
             mig_capable=mode is not None,
             mig_enabled=bool(mode and mode[0]),
             drm=drm,
@@ -129,7 +119,7 @@ class _Look:
             except pynvml.NVMLError as error:
                 if error.value in nvml_errors.ABOUT_NVML:
                     raise
-                lost.append(_lost(index, told(error.value, text_of(error))))
+                lost.append(_lost(index, told(error.value, str(error))))
             except NodeError as error:
                 lost.append(_lost(index, str(error)))
         return found, lost
@@ -140,11 +130,18 @@ def _lost(index: int, reason: str) -> Lost:
     bus_id = uuid = ""
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        bus_id = nvml_bus_id(_decode(pynvml.nvmlDeviceGetPciInfo(handle).busId))
-        uuid = _decode(pynvml.nvmlDeviceGetUUID(handle))
+        bus_id = nvml_bus_id(text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
+        uuid = text(pynvml.nvmlDeviceGetUUID(handle))
     except pynvml.NVMLError:
         pass  # then that is all there is
     return Lost(index, reason, bus_id, uuid)
+
+
+def _word(error: pynvml.NVMLError) -> str:
+    """NVML's word for why a GPU doesn't answer. Raises NvmlError where it isn't about this GPU but about NVML."""
+    if error.value in nvml_errors.ABOUT_NVML:
+        raise NvmlError("NVML can't be asked for a GPU", code=error.value, seen=str(error)) from error
+    return told(error.value, str(error))
 
 
 class Session:
@@ -157,12 +154,11 @@ class Session:
     def __init__(self, root: str = "/", search: Sequence[str] = ()) -> None:
         self.root, self.search = root or "/", tuple(search)
         self._events: Any = None
-        self._handles: dict[str, Any] = {}
         self.library = self._use()
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            raise nvml_errors.init_failed(error.value, text_of(error), self.root, self.library) from error
+            raise nvml_errors.init_failed(error.value, str(error), self.root, self.library) from error
 
     def __enter__(self) -> Self:
         return self
@@ -175,11 +171,19 @@ class Session:
     def _use(self) -> str:
         return nvml_library.use(self.root, self.search)
 
+    def _resume(self) -> None:
+        """Have NVML's functions be this session's library's. Raises NvmlError where another driver's is there by now:
+        that one knows nothing of this session and of its events."""
+        if (used := self._use()) != self.library:
+            raise NvmlError("the driver was replaced", code=nvml_errors.UNINITIALIZED, seen=used, wanted=self.library)
+
     def close(self) -> None:
-        """Free the events and shut NVML down; the library stays loaded. Where another driver's is used by now, that one
-        knows nothing of our events, and its shutdown would be somebody else's."""
-        if self._use() != self.library:
-            return
+        """Free the events and shut NVML down; the library stays loaded. Where that can't be used any more there is
+        nothing to free, and the shutdown of another driver's would be somebody else's."""
+        try:
+            self._resume()
+        except NvmlError:
+            return  # whatever ends the session is the error to be told
         events, self._events = self._events, None
         for function, arguments in ((pynvml.nvmlEventSetFree, (events,)), (pynvml.nvmlShutdown, ())):
             if function is pynvml.nvmlShutdown or events is not None:
@@ -190,18 +194,18 @@ class Session:
 
     def facts(self, dev_root: str = "", *, links: bool = True) -> NodeFacts:
         """What NVML knows now. links: also how GPUs reach each other, which takes a call for each pair."""
-        self._use()
+        self._resume()
         look = _Look(self.root, dev_root)
         try:
             found, lost = look.all()
         except pynvml.NVMLError as error:
-            raise NvmlError("NVML can't list the GPUs", code=error.value, seen=text_of(error)) from error
+            raise NvmlError("NVML can't list the GPUs", code=error.value, seen=str(error)) from error
         gpus = all_links(found) if links else [gpu for gpu, _handle in found]
-        cuda: int = ask(0, pynvml.nvmlSystemGetCudaDriverVersion)
+        cuda: int = _if_told(0, pynvml.nvmlSystemGetCudaDriverVersion)
         return NodeFacts(
             tuple(gpus),
             "nvml",
-            driver=_decode(ask("", pynvml.nvmlSystemGetDriverVersion)),
+            driver=text(_if_told("", pynvml.nvmlSystemGetDriverVersion)),
             cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
             lost=tuple(lost),
             majors=devices.parse_majors(read_text(below(look.proc, "/proc/devices")) or ""),
@@ -209,7 +213,7 @@ class Session:
             nodes=devices.scan(look.dev, [name for gpu in gpus for name in gpu.drm]),
             mig_minors=(look.minors.of("config"), look.minors.of("monitor")),
             dev_root=look.dev,
-            nvml=_decode(ask("", pynvml.nvmlSystemGetNVMLVersion)),
+            nvml=text(_if_told("", pynvml.nvmlSystemGetNVMLVersion)),
         )
 
     # -- health --
@@ -217,14 +221,15 @@ class Session:
     def watch(self, uuids: Iterable[str], mask: int = 8) -> dict[str, str]:
         """Have these GPUs' events delivered to `wait`. Gives, for each UUID that can't be watched, why.
 
-        mask: nvmlEventType bits, by default critical Xids; of them each GPU's supported ones are registered.
+        mask: nvmlEventType bits, by default critical Xids; of them each GPU's supported ones are registered. Raises
+        NvmlError as `state`.
         """
-        self._use()
+        self._resume()
         if self._events is None:
             try:
                 self._events = pynvml.nvmlEventSetCreate()
             except pynvml.NVMLError as error:
-                raise NvmlError("NVML can't make an event set", code=error.value, seen=text_of(error)) from error
+                raise NvmlError("NVML can't make an event set", code=error.value, seen=str(error)) from error
         refused = {}
         for uuid in uuids:
             try:
@@ -233,12 +238,12 @@ class Session:
                     handle, mask & pynvml.nvmlDeviceGetSupportedEventTypes(handle), self._events
                 )
             except pynvml.NVMLError as error:
-                refused[uuid] = told(error.value, text_of(error))
+                refused[uuid] = _word(error)
         return refused
 
     def wait(self, timeout_ms: int) -> Event | None:
         """The next event, None after `timeout_ms` without one. Raises NvmlError where NVML can't wait."""
-        self._use()
+        self._resume()
         if self._events is None:
             raise NodeError("no GPU is being watched", remedy="call watch() before wait()")
         try:
@@ -246,9 +251,9 @@ class Session:
         except pynvml.NVMLError as error:
             if error.value == pynvml.NVML_ERROR_TIMEOUT:
                 return None
-            raise NvmlError("NVML can't wait for events", code=error.value, seen=text_of(error)) from error
+            raise NvmlError("NVML can't wait for events", code=error.value, seen=str(error)) from error
         try:
-            uuid = _decode(pynvml.nvmlDeviceGetUUID(data.device))
+            uuid = text(pynvml.nvmlDeviceGetUUID(data.device))
         except pynvml.NVMLError:
             uuid = ""
         gi, ci = (-1 if number == ALL_INSTANCES else number for number in (data.gpuInstanceId, data.computeInstanceId))
@@ -259,21 +264,19 @@ class Session:
 
         What that says of the GPU is told apart in nvml_errors. Raises NvmlError where it isn't about this GPU but about
         NVML."""
-        self._use()
+        self._resume()
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             pynvml.nvmlDeviceGetMemoryInfo(handle)
         except pynvml.NVMLError as error:
             if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED:
                 return ""
-            if error.value in nvml_errors.ABOUT_NVML:
-                raise NvmlError("NVML can't be asked for a GPU", code=error.value, seen=text_of(error)) from error
-            return told(error.value, text_of(error))
+            return _word(error)
         return ""
 
     def recovery(self, uuid: str) -> int:
         """The recovery action that the driver asks for (nvmlDeviceGpuRecoveryAction_t, 0 none), -1 where unknown."""
-        self._use()
+        self._resume()
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             (value,) = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])

@@ -8,6 +8,7 @@ from typing import Any
 import pynvml
 
 from gpulet.node.gpu import Gpu, Link
+from gpulet.node.nvml_ask import text
 from gpulet.node.procfs import nvml_bus_id
 
 LEVELS = {
@@ -38,7 +39,7 @@ def _remote_ends(handle: Any) -> tuple[dict[str, int], int]:
         if _ends_at_switch(handle, link):
             switched += 1
             continue
-        bus_id = nvml_bus_id(remote.decode() if isinstance(remote, bytes) else remote)
+        bus_id = nvml_bus_id(text(remote))
         ends[bus_id] = ends.get(bus_id, 0) + 1
     return ends, switched
 

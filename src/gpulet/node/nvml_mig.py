@@ -8,10 +8,13 @@ from typing import Any
 import pynvml
 
 from gpulet.node.gpu import Gpu, MigDevice
+from gpulet.node.nvml_ask import ask, text
+from gpulet.node.nvml_errors import ABOUT_THE_QUESTION
 from gpulet.node.procfs import CapMinors
 
-# A GPU that answers one of these is gone, whatever was asked.
-GONE = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
+# An empty slot (there may be holes), one whose device went while it was asked, or one that we may not ask. Another
+# error is of the whole GPU: its devices are there all the same.
+_EMPTY = ABOUT_THE_QUESTION | {pynvml.NVML_ERROR_NOT_FOUND}
 
 
 def profile_name(compute_slices: int, gpu_slices: int, memory: int, total: int, suffix: str = "") -> str:
@@ -26,21 +29,13 @@ def profile_name(compute_slices: int, gpu_slices: int, memory: int, total: int, 
     return f"{compute}{gpu_slices}g.{gigabytes}gb{suffix}"
 
 
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
 def _profile(gpu: Gpu, handle: Any) -> tuple[str, int]:
     """(profile or "", memory in bytes). The driver writes the profile at the end of the device's name; older don't."""
-    try:
-        attributes = pynvml.nvmlDeviceGetAttributes_v2(handle)
-    except pynvml.NVMLError:
+    attributes = ask(None, pynvml.nvmlDeviceGetAttributes_v2, handle)
+    if attributes is None:
         return "", 0
     memory = int(attributes.memorySizeMB) * 2**20
-    try:
-        _, said, profile = _text(pynvml.nvmlDeviceGetName(handle)).rpartition(" MIG ")
-    except pynvml.NVMLError:
-        said = profile = ""
+    _, said, profile = text(ask("", pynvml.nvmlDeviceGetName, handle)).rpartition(" MIG ")
     if said and "g." in profile:
         return profile, memory
     if not gpu.memory:  # the share of an unknown whole
@@ -57,37 +52,35 @@ def _placement(parent: Any, gi: int) -> tuple[int, int]:
     return int(info.placement.start), int(info.placement.size)
 
 
+def _in_slot(gpu: Gpu, handle: Any, slot: int, minors: CapMinors) -> MigDevice:
+    mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
+    uuid = text(pynvml.nvmlDeviceGetUUID(mig))
+    gi = int(pynvml.nvmlDeviceGetGpuInstanceId(mig))
+    ci = int(pynvml.nvmlDeviceGetComputeInstanceId(mig))
+    profile, memory = _profile(gpu, mig)
+    return MigDevice(
+        uuid,
+        gpu.index,
+        gpu.minor,
+        slot,
+        gi,
+        ci,
+        profile=profile,
+        memory=memory,
+        placement=_placement(handle, gi),
+        gi_minor=minors.access(gpu.minor, f"gi{gi}"),
+        ci_minor=minors.access(gpu.minor, f"gi{gi}/ci{ci}"),
+    )
+
+
 def mig_devices(gpu: Gpu, handle: Any, minors: CapMinors) -> tuple[MigDevice, ...]:
-    """The MIG devices of a GPU in the order of their slots. One that can't be named is left out."""
+    """The MIG devices of a GPU in the order of their slots. One that can't be named is left out. Raises NVMLError where
+    the GPU doesn't answer."""
     found = []
-    try:
-        slots = range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle))
-    except pynvml.NVMLError:
-        return ()
-    for slot in slots:
+    for slot in range(ask(0, pynvml.nvmlDeviceGetMaxMigDeviceCount, handle)):
         try:
-            mig = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
-            uuid = _text(pynvml.nvmlDeviceGetUUID(mig))
-            gi = int(pynvml.nvmlDeviceGetGpuInstanceId(mig))
-            ci = int(pynvml.nvmlDeviceGetComputeInstanceId(mig))
+            found.append(_in_slot(gpu, handle, slot, minors))
         except pynvml.NVMLError as error:
-            if error.value in GONE:
+            if error.value not in _EMPTY:
                 raise
-            continue  # an empty slot (there may be holes), or one whose trouble isn't its neighbours'
-        profile, memory = _profile(gpu, mig)
-        found.append(
-            MigDevice(
-                uuid,
-                gpu.index,
-                gpu.minor,
-                slot,
-                gi,
-                ci,
-                profile=profile,
-                memory=memory,
-                placement=_placement(handle, gi),
-                gi_minor=minors.access(gpu.minor, f"gi{gi}"),
-                ci_minor=minors.access(gpu.minor, f"gi{gi}/ci{ci}"),
-            )
-        )
     return tuple(found)

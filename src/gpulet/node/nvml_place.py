@@ -8,15 +8,11 @@ import pynvml
 
 from gpulet.errors import NodeError
 from gpulet.node import devices, procfs
-from gpulet.node.nvml_errors import told
-from gpulet.node.nvml_mig import GONE
+from gpulet.node.nvml_ask import text
+from gpulet.node.nvml_errors import ABOUT_THE_QUESTION, told
 from gpulet.node.paths import below
 from gpulet.node.platform import is_integrated
 from gpulet.node.procfs import nvml_bus_id, pci_name, read_text
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def place(handle: Any, name: str, proc: str, dev: str) -> tuple[str, int]:
@@ -26,7 +22,7 @@ def place(handle: Any, name: str, proc: str, dev: str) -> tuple[str, int]:
     is raised as it is.
     """
     try:
-        bus_id = nvml_bus_id(_text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
+        bus_id = nvml_bus_id(text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
     except pynvml.NVMLError as error:
         if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
             raise
@@ -34,7 +30,7 @@ def place(handle: Any, name: str, proc: str, dev: str) -> tuple[str, int]:
     try:
         return bus_id, int(pynvml.nvmlDeviceGetMinorNumber(handle))
     except pynvml.NVMLError as error:
-        if error.value in GONE:
+        if error.value not in ABOUT_THE_QUESTION:
             raise
         said = below(proc, f"{procfs.DRIVER}/gpus/{pci_name(bus_id)}/information")
         minor = procfs.parse_information(read_text(said) or "").get("Device Minor", "")
