@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 
 from gpulet.errors import NvmlError
-from gpulet.plugin.health import Answer, NvmlState
+from gpulet.plugin.health import Answer, Health, NvmlState, Policy, step
 from gpulet.plugin.monitor import Monitor
 from support.hand_made import gpu_uuid
 from support.plugin_process import until
@@ -102,3 +103,64 @@ def test_nvml_that_fails_again_is_judged(nvml, starts):
     heard = heard_of(nvml, lambda heard: any(isinstance(event, NvmlState) and event.problem for event in heard))
     assert nvml.opened == 2
     assert heard[-1] == NvmlState(str(nvml.starts or waits))
+
+
+def test_nvml_that_only_fails_when_a_gpu_is_asked_has_failed(nvml, monkeypatch):
+    """Its wait works all the same; the node went to and fro between all of its GPUs and none."""
+    monkeypatch.setattr("gpulet.plugin.monitor.RETRY", 0.01)
+    fails = NvmlError("NVML can't be asked for a GPU", code=1, seen="Uninitialized")
+    asked = []
+
+    def state(uuid):
+        asked.append(uuid)
+        if len(asked) < 9:
+            raise fails
+        return ""
+
+    nvml.state = state
+    heard = heard_of(nvml, lambda heard: NvmlState() in heard)
+    health, kinds = Health(), []
+    for event in heard:
+        health, notices = step(health, event, Policy(), 0)
+        kinds += [notice.kind for notice in notices]
+    assert kinds == ["NVMLFailed", "NVMLRecovered"]
+    assert heard[: heard.index(NvmlState())] == [NvmlState(str(fails))] * 7 + [Answer(A, "", 0), Answer(B, "", 0)]
+
+
+def test_a_gpu_that_hangs_hides_nothing_of_those_before_it(nvml):
+    hangs, heard = threading.Event(), []
+
+    def state(uuid):
+        if uuid == B:
+            assert hangs.wait(30)
+        return "GPU is lost (NVML 15)"
+
+    nvml.state = state
+    monitor = Monitor(nvml, [A, B], heard.append, ask_every=0)
+    monitor.start()
+    try:
+        until(lambda: heard)
+        assert heard == [Answer(A, "GPU is lost (NVML 15)")]
+    finally:
+        hangs.set()
+        monitor.stop()
+    assert heard[1] == Answer(B, "GPU is lost (NVML 15)")
+
+
+def test_a_wait_that_ends_again_and_again_asks_no_oftener(nvml, caplog):
+    """An answer that counts when it comes twice is to come twice at the interval."""
+    nvml.wait = raising(NvmlError("NVML can't wait for events", code=15, seen="GPU is lost"))
+    heard = []
+    monitor = Monitor(nvml, [A, B], heard.append, ask_every=60)
+    monitor.start()
+    until(lambda: nvml.opened > 3)
+    monitor.stop()
+    assert heard == [Answer(A, "", 0), Answer(B, "", 0), NvmlState()]
+    assert caplog.messages == ["NVML can't wait for events: GPU is lost: asking which, and watching the others anew"]
+
+
+def raising(error):
+    def function(*_):
+        raise error
+
+    return function

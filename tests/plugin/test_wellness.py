@@ -169,11 +169,49 @@ def test_until_when_a_gpu_is_unhealthy_is_told_with_the_fault_and_after_a_restar
     played(fails, state_dir=state)
     played(restarted, state_dir=state)
     ends = [line for line in caplog.messages if "Xid 69" in line]
-    remedy = "; until its recovery action is none again, the node has rebooted"
-    remedy += f", or somebody makes the file {word}" if kept else ""
+    remedy = "; until its recovery action, once the driver asks for one, is none again or the node has rebooted"
+    remedy += f" or somebody makes the file {word}" if kept else ""
     assert ends and all(line.endswith(remedy) for line in ends)
     assert len(ends) == len([line for line in caplog.messages if line.endswith("(NVML 15); until it answers")])
     assert len(ends) == (2 if kept else 1)
+
+
+def test_nothing_is_promised_of_a_recovery_action_that_no_driver_tells(caplog):
+    async def scene(wellness, config, changes):
+        wellness.hear(Answer(A, "", -1))
+        wellness.hear(XidSeen(A, 69))
+
+    played(scene, state_dir="")
+    assert caplog.messages[-1].endswith("; until the node has rebooted")
+
+
+def test_a_new_watch_begins_without_the_doubts_of_the_old():
+    late = Answer(A, "Unknown Error (NVML 999)")
+
+    async def scene(wellness, config, changes):
+        wellness.hear(late)
+        wellness.adopt(config, facts(2))
+        assert wellness.health.doubts == {A}
+        wellness.adopt(config, facts(3))
+        wellness.hear(late)
+        assert not wellness.health.faults
+
+    sessions = Sessions()
+    sessions.fails.set()  # it has no answers of its own
+    played(scene, sessions)
+
+
+def test_the_log_has_the_recovery_that_the_look_at_the_node_brings(caplog):
+    caplog.set_level("INFO")
+
+    async def scene(wellness, config, changes):
+        wellness.hear(NvmlState("gone", user="facts"))
+        wellness.hear(NvmlState("gone"))
+        wellness.hear(NvmlState())
+        wellness.hear(NvmlState(user="facts"))
+
+    played(scene)
+    assert caplog.messages == ["NVMLRecovered: NVML works again"]
 
 
 def test_what_concerns_all_gpus_has_no_name_before_its_colon(caplog):

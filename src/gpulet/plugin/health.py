@@ -175,7 +175,8 @@ def step(health: Health, event: Event, policy: Policy, now: float) -> tuple[Heal
     if isinstance(event, XidSeen):
         return _xid(health, event, policy, now)
     if isinstance(event, Acknowledged):
-        return _recovered(health, event.uuid, "acknowledged by the operator")
+        well = replace(health, doubts=health.doubts - {event.uuid})
+        return _recovered(well, event.uuid, "acknowledged by the operator")
     return _answer(health, event, now)
 
 

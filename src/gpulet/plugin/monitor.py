@@ -24,6 +24,7 @@ XID = 8  # nvmlEventTypeXidCriticalError
 WAIT_MS = 200
 ASK_EVERY = 5.0  # seconds between questions to each GPU
 RETRY = 2.0  # seconds before NVML is tried again
+NEVER = float("-inf")
 ANEW_EVERY = 60.0  # seconds between two times that NVML is started anew before anything is made of its failure
 
 _NO_PERMISSION = "; a GPU in MIG mode needs a privileged container or NVIDIA_MIG_MONITOR_DEVICES=all to be asked"
@@ -76,6 +77,7 @@ class Monitor:
         self.uuids = tuple(uuids)
         self._open, self._tell, self._ask_every = open, tell, ask_every
         self._unwatched: dict[str, str] = {}
+        self._asked = self._searched = NEVER  # when all were asked, and when for one that ended the wait of all
         self._told: set[tuple[str, str, str]] = set()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
@@ -90,7 +92,7 @@ class Monitor:
         self._thread.join(5)
 
     def _run(self) -> None:
-        anew = -ANEW_EVERY
+        anew = NEVER
         while not self._stopping.is_set():
             opened = False
             try:
@@ -99,6 +101,7 @@ class Monitor:
                     self._watch(session)
             except Exception as error:  # the thread must live: without it nothing would ever be unhealthy
                 now = time.monotonic()
+                self._asked = self._searched = NEVER  # whether it works again, the next answers tell
                 if opened and isinstance(error, NvmlError) and now - anew >= ANEW_EVERY:
                     anew = now  # the library or the driver may have been replaced: whether NVML starts is what counts
                     log.warning("%s: starting NVML anew", error)
@@ -111,50 +114,56 @@ class Monitor:
 
     def _watch(self, session: Session) -> None:
         self._unwatched = self._register(session, self.uuids)
-        asked, working = 0.0, False
         while not self._stopping.is_set():
             try:
                 event = session.wait(WAIT_MS)
             except NvmlError as error:
                 if error.code != GPU_IS_LOST:  # that is of one GPU, though the wait was for all
                     raise
-                log.warning("%s: asking which, and watching the others anew", error)
-                self._tell(NvmlState())  # NVML itself works
-                self._ask(session)
+                if self._due(self._searched):
+                    self._searched = time.monotonic()
+                    log.warning("%s: asking which, and watching the others anew", error)
+                    self._ask(session)
                 self._stopping.wait(WAIT_MS / 1000)
                 return
-            if not working:
-                working = True
-                self._tell(NvmlState())
             if event is not None and event.kind & XID:
                 self._tell(XidSeen(event.uuid, event.data, event.gi, event.ci))
-            if time.monotonic() - asked >= self._ask_every:
-                asked = time.monotonic()
+            if self._due(self._asked):
                 self._ask(session)
 
+    def _due(self, before: float) -> bool:
+        return time.monotonic() - before >= self._ask_every
+
     def _ask(self, session: Session) -> None:
+        """Ask each GPU how it is, and tell it at once: the next one may hang. That NVML works is told when all were
+        asked, since its wait alone says nothing of the GPUs."""
+        self._asked = time.monotonic()
         if self._unwatched:
             self._unwatched = self._register(session, tuple(self._unwatched))
-        said = {uuid: session.state(uuid) for uuid in self.uuids}
-        silences = self._of_gpus("doesn't tell its memory, by which we see that it answers", said)
+        aside = {}
         for uuid in self.uuids:
-            silence = silences[uuid] or self._unwatched.get(uuid, "")
+            reason = session.state(uuid)
+            if code_in(reason) in ABOUT_THE_QUESTION:
+                aside[uuid], reason = reason, ""
+            silence = reason or self._unwatched.get(uuid, "")
             self._tell(Answer(uuid, silence, -1 if silence else session.recovery(uuid)))
+        self._set_aside("doesn't tell its memory, by which we see that it answers", aside)
+        self._tell(NvmlState())
 
     def _register(self, session: Session, uuids: Sequence[str]) -> dict[str, str]:
         """Have their events delivered. Gives those whose Xids we would miss, and why, "" where that says nothing of
         the GPU: the others count as silent until it works. One that is too old for events is never asked again."""
         refused = session.watch(uuids)
-        silences = self._of_gpus("has no health events", refused)
+        aside = {uuid: reason for uuid, reason in refused.items() if code_in(reason) in ABOUT_THE_QUESTION}
+        self._set_aside("has no health events", aside)
         return {
-            uuid: f"it takes no registration for health events: {reason}" if reason else ""
-            for uuid, reason in silences.items()
-            if code_in(refused[uuid]) != NOT_SUPPORTED
+            uuid: "" if uuid in aside else f"it takes no registration for health events: {reason}"
+            for uuid, reason in refused.items()
+            if code_in(reason) != NOT_SUPPORTED
         }
 
-    def _of_gpus(self, what: str, said: Mapping[str, str]) -> dict[str, str]:
-        """The reasons by UUID, without those that are about the question; these are told, each once."""
-        aside = {uuid: reason for uuid, reason in said.items() if code_in(reason) in ABOUT_THE_QUESTION}
+    def _set_aside(self, what: str, aside: Mapping[str, str]) -> None:
+        """Tell the reasons by UUID that are about the question and so of no GPU, each once."""
         new: dict[str, list[str]] = {}
         for uuid, reason in aside.items():
             if (what, reason, uuid) not in self._told:
@@ -164,4 +173,3 @@ class Monitor:
             more = f" (and {len(uuids) - 1} more)" if len(uuids) > 1 else ""
             remedy = _NO_PERMISSION if code_in(reason) == NO_PERMISSION else ""
             log.warning("GPU %s%s %s: %s; it counts as healthy%s", uuids[0], more, what, reason, remedy)
-        return {uuid: "" if uuid in aside else reason for uuid, reason in said.items()}

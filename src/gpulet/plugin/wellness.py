@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from gpulet.node.gpu import NodeFacts
 from gpulet.plugin.config import Config
@@ -84,6 +85,7 @@ class Wellness:
         if wanted == self._watched:
             return
         before, self._monitor, self._watched = self._monitor, None, wanted
+        self.health = replace(self.health, doubts=frozenset())  # its next question comes at once, not after an interval
         if opener:
             loop = asyncio.get_running_loop()
             monitor = Monitor(
@@ -120,8 +122,12 @@ class Wellness:
         """Until when a GPU is unhealthy, as the end of a line: a restart, which people try first, doesn't help."""
         if not any(fault.uuid == uuid and fault.xid for fault in self.health.faults):
             return "; until it answers"
-        word = f", or somebody makes the file {os.path.join(self._folder, WELL, uuid)}" if self._folder else ""
-        return f"; until its recovery action is none again, the node has rebooted{word}"
+        ways = ["its recovery action, once the driver asks for one, is none again", "the node has rebooted"]
+        if self.recovery.get(uuid) == -1:
+            del ways[0]  # this driver never asks
+        if self._folder:
+            ways.append(f"somebody makes the file {os.path.join(self._folder, WELL, uuid)}")
+        return f"; until {' or '.join(ways)}"
 
     def _put_aside(self, error: Exception) -> str:
         """Keep a file that isn't ours from being replaced by the next fault; what was done, for people."""
@@ -189,7 +195,7 @@ class Wellness:
         if isinstance(event, Answer) and not event.silence:
             self.recovery[event.uuid] = event.recovery
         for notice in notices:
-            if not (isinstance(event, NvmlState) and event.user == "facts"):  # whoever looked has told that
+            if not (isinstance(event, NvmlState) and event.user == "facts" and event.problem):  # the look has told that
                 remedy = self._remedy(notice.uuid) if notice.kind == "GPUUnhealthy" else ""
                 log.log(logging.INFO if notice.kind.endswith("Recovered") else logging.ERROR,
                         "%s: %s%s", f"{notice.kind} {notice.uuid}".rstrip(), notice.text, remedy)  # fmt: skip
