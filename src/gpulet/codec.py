@@ -160,6 +160,16 @@ def read_all(descriptor: int, expected: int = 4096, most: int = 1 << 62) -> byte
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def read_standard_input(most: int = -1) -> bytes:
+    """What standard input gives until its end, or `most` bytes of it. Raises OSError, also where it was closed: Python
+    has none then."""
+    import sys
+
+    if sys.stdin is None:
+        raise OSError(9, "it is closed")  # EBADF
+    return sys.stdin.buffer.read(most)
+
+
 def write_own(at: str, content: dict[str, Any]) -> None:
     """Puts JSON at a path, aside and renamed. What can't be kept, or what JSON would change, isn't, without a word."""
     try:

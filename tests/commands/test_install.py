@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,28 @@ def test_a_peers_file_in_the_way_stops_everything(tmp_path: Path, capsys: pytest
     assert main(["install", "--prefix", str(tmp_path), "--yes", "--peer-names"]) == 1
     assert str(peer) in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "bin").iterdir()] == ["nvidia-cdi-hook"]
+
+
+@pytest.mark.parametrize(("answer", "code"), [("", 2), ("no\n", 2), ("\n", 2), (None, 2), ("y\n", 0), ("Yes\n", 0)])
+def test_nothing_is_written_without_a_yes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answer: str | None, code: int
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None if answer is None else io.StringIO(answer))
+    assert main(["install", "--prefix", str(tmp_path)]) == code
+    error = capsys.readouterr().err
+    assert error == ("gpulet: nothing written; say --yes to write without being asked\n" if code else "")
+    assert (tmp_path / "bin").exists() == (not code)
+
+
+def test_a_full_disk_is_named_by_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_folder: Path) -> None:
+        raise OSError(28, "No space left on device")  # as a write that has no path to tell
+
+    monkeypatch.setattr("gpulet.commands.install.write_launchers", full)
+    assert main(["install", "--prefix", str(tmp_path), "--yes"]) == 1
+    assert f"can't write to {tmp_path}/bin: No space left on device" in capsys.readouterr().err
 
 
 def test_no_prefix(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,17 @@ def test_why_finds_what_is_nearest_and_what_stands_in_the_way(capsys: Out, tmp_p
     assert "nvidia-smi" in why("nvidia.com/gpu=0")
     run(capsys, "cdi", "generate", "--driver-root", str(h100.root), "--output", f"{folder}/two.yaml")
     assert "more than once" in why("nvidia.com/gpu=0")
+
+
+def test_standard_input_that_was_closed(capsys: Out, h100: node.SimNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    for words in (
+        ("cdi", "transform", "root", "--from", "/a", "--to", "/b"),
+        ("sim", "inject", str(h100.folder), "--script", "-"),
+        ("demo", "--pod", "-"),
+    ):
+        assert main([*words]) == 1
+        assert capsys.readouterr().err.strip().endswith("standard input can't be read: it is closed")
 
 
 def test_transform(capsys: Out, tmp_path: Path, h100: node.SimNode) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpulet.engines.launchers import LASTING, PROGRAMS, first_lines, lasting_text, launcher_text, write_launchers
+from gpulet.sim import node
 from gpulet.version import __version__
 
 
@@ -109,11 +110,23 @@ def test_closed_standard_streams(tmp_path: Path, closed: tuple[int, ...]) -> Non
         assert not (said.stdout, said.stderr)[2 - stream]
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    ["gpulet-container-cli --version", "gpulet-container-cli --root ROOT info", "gpulet-container-cli --root ROOT list",
+     "gpulet-container-cli --root ROOT configure --dry-run --pid PID --device all --compute --utility BARE",
+     "gpulet-runtime --version"],
+)  # fmt: skip
+@pytest.mark.root
+def test_what_cannot_be_written_is_told(tmp_path: Path, command: str) -> None:
     written = write_launchers(tmp_path / "bin")
+    node.create(tmp_path / "node")
+    (tmp_path / "bare").mkdir()
+    stand_for = {"ROOT": f"{tmp_path}/node/root", "BARE": f"{tmp_path}/bare", "PID": str(os.getpid())}
+    program, *words = (stand_for.get(word, word) for word in command.split())
     with open("/dev/full", "w") as full:
-        said = subprocess.run([written["gpulet-container-cli"], "--version"], stdout=full, stderr=subprocess.PIPE)
-    assert said.returncode == 1 and said.stderr.count(b"\n") == 1 and b"No space left" in said.stderr
+        said = subprocess.run([written[program], *words], stdout=full, stderr=subprocess.PIPE)
+    assert said.returncode == 1 and said.stderr.count(b"\n") == 1 and b"No space left" in said.stderr, said.stderr
+    assert b"report it" not in said.stderr
 
 
 def test_nothing_beside_gpulet_takes_the_interpreters_own_place(tmp_path: Path) -> None:

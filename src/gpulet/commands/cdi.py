@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
 
+from gpulet.codec import read_standard_input
 from gpulet.commands.cdi_why import explain
 from gpulet.commands.cdi_write import ROOT, generate, installed_hook, say
 from gpulet.commands.node import look
@@ -200,8 +200,10 @@ def _read(source: str) -> dict[str, Any]:
     if source not in ("", "-"):
         return read_spec(source)
     try:
-        spec: dict[str, Any] = parse(sys.stdin.buffer.read())
+        spec: dict[str, Any] = parse(read_standard_input())
         cdi_rules.check(spec)
+    except OSError as error:
+        raise CdiError("CDI spec on standard input can't be read", seen=error.strerror) from error
     except GpuletError as error:
         raise CdiError("CDI spec on standard input", seen=str(error)) from error
     return spec

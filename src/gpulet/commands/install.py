@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ def command(
             raise ConfigError(
                 "file in the way", seen=link, wanted="no file of that name", remedy="move NVIDIA's away first"
             )
-    if not yes and not typer.confirm(f"Write {', '.join(programs)} to {folder}?"):
+    if not yes and not _agreed(f"Write {', '.join(programs)} to {folder}?"):
         raise UsageError("nothing written", remedy="say --yes to write without being asked")
     try:
         for path in write_launchers(folder).values():
@@ -41,5 +42,14 @@ def command(
             typer.echo(f"{link} -> {program}")
     except OSError as error:
         raise ConfigError(
-            "can't write", seen=f"{error.filename}: {error.strerror}", remedy="choose another --prefix or become root"
+            f"can't write to {folder}", seen=error.strerror, remedy="choose another --prefix or become root"
         ) from error
+
+
+def _agreed(question: str) -> bool:
+    """Asks. Where nobody can answer, as in a script, that is no."""
+    typer.echo(f"{question} [y/N]: ", nl=False)
+    answer = sys.stdin.readline() if sys.stdin is not None else ""
+    if not answer.endswith("\n"):
+        typer.echo()
+    return answer.strip().lower() in ("y", "yes")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from gpulet.codec import read_standard_input
 from gpulet.errors import ConfigError, UsageError
 from gpulet.sim import capture as captured
 from gpulet.sim import description, inject, node, rootfs
@@ -142,6 +142,7 @@ def _models(one: description.Description) -> str:
 
 def _read(script: str) -> str:
     try:
-        return sys.stdin.read() if script == "-" else Path(script).read_text()
+        return read_standard_input().decode() if script == "-" else Path(script).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"script {script} can't be read", seen=getattr(error, "strerror", None) or error) from error
+        name = "on standard input" if script == "-" else script
+        raise ConfigError(f"script {name} can't be read", seen=getattr(error, "strerror", None) or error) from error

@@ -79,16 +79,17 @@ def run(call: Call) -> int:
 
 
 def _tell(call: Call, injection: Injection, rules: tuple[tuple[int, int], ...]) -> None:
+    from gpulet.launch.start import put
+
     if call.last("dry-run") == "json":
         from gpulet import codec
 
-        print(codec.dumps(injection.to_data()).decode())
+        put(f"{codec.dumps(injection.to_data()).decode()}\n")
         return
     from gpulet.launch import cli_plan
 
     cgroups, devbind = not call.given("no-cgroups"), not call.given("no-devbind")
-    for line in cli_plan.lines(injection, rules, cgroups=cgroups, devbind=devbind):
-        print(line)
+    put("".join(f"{line}\n" for line in cli_plan.lines(injection, rules, cgroups=cgroups, devbind=devbind)))
 
 
 def _category(error: InjectionError) -> str:

@@ -7,6 +7,7 @@ import sys
 
 from gpulet.errors import DriverNotFound, NodeError, UnknownDevice
 from gpulet.launch.container_cli import Failure
+from gpulet.launch.start import put
 from gpulet.node import devices, driver, driver_table, procfs
 from gpulet.node.paths import below
 
@@ -137,7 +138,7 @@ def info(call: Call) -> int:
         lines = [_labelled("NVRM version", facts.driver), _labelled("CUDA version", facts.cuda)]
         for row in rows:
             lines += ["", *(_labelled(label, value) for label, value in zip(LABELS, row, strict=True))]
-    _print(lines)
+    put("".join(f"{line}\n" for line in lines))
     for lost in facts.lost:
         print(f"{lost.name} is left out: {lost.reason}", file=sys.stderr)
     return 0
@@ -157,7 +158,7 @@ def _labelled(label: str, value: str) -> str:
 
 def show(call: Call) -> int:
     """The paths of what a container would get, one a line."""
-    _print(paths(call))
+    put("".join(f"{path}\n" for path in paths(call)))
     return 0
 
 
@@ -257,9 +258,3 @@ def _file_paths(call: Call, root: str, version: str, everything: bool) -> Iterat
         yield from of("socket")
     if everything or call.given("firmwares"):
         yield from of("firmware")
-
-
-def _print(lines: Iterable[str]) -> None:
-    text = "".join(f"{line}\n" for line in lines)
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -38,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         low_level = programs.low_level_runtime(settings.runtimes)
         if call.version:
-            print(f"gpulet runtime version {__version__}\nspec: 1.3.0\n")
-            sys.stdout.flush()
+            from gpulet.launch.start import put
+
+            put(f"gpulet runtime version {__version__}\nspec: 1.3.0\n\n")
         if call.command == "create":
             create(call, settings)
     except GpuletError as error:

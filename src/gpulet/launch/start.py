@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 
+def put(text: str) -> None:
+    """Writes to standard output at once, so that what is told on another stream, or by the program that this process
+    becomes, comes after it. Raises GpuletError where it takes no more; what is still written there then goes nowhere.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        from gpulet.errors import GpuletError
+
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        raise GpuletError("can't write to standard output", seen=error.strerror) from error
+
+
 def run(module: str) -> NoReturn:
     """Calls a module's `main` and ends the process with what it answers. module: its full name."""
     gc.disable()

@@ -6,10 +6,10 @@ A manifest is untrusted: what it says ends up in paths, cgroup names and on term
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from gpulet.codec import read_standard_input
 from gpulet.errors import ConfigError
 from gpulet.sim import pods_schema as schema
 from gpulet.sim.pods_fields import Budget, Field, printable
@@ -104,7 +104,7 @@ class _Reading:
     def _bytes(self) -> bytes:
         try:
             if str(self._path) == "-":
-                data = sys.stdin.buffer.read(LARGEST + 1)
+                data = read_standard_input(LARGEST + 1)
             else:
                 with Path(self._path).open("rb") as file:
                     data = file.read(LARGEST + 1)
