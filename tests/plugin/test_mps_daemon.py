@@ -264,7 +264,8 @@ def test_the_program_ends_while_the_library_hangs(tmp_path):
         command = [sys.executable, "-m", "gpulet.plugin.mps_daemon", "--driver-root", str(node.root)]
         with open(tmp_path / "log", "wb") as log:
             process = subprocess.Popen([*command, *words(folder)], stderr=log)
-        time.sleep(1.5)  # its handlers stand after 0.3 s, and NVML is asked
+        maps = Path(f"/proc/{process.pid}/maps")
+        plugin.until(lambda: "libnvidia-ml.so" in maps.read_text())  # its handlers stand, and NVML is asked
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 0, (tmp_path / "log").read_text()
 
