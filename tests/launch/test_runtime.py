@@ -345,6 +345,45 @@ def test_a_link_elsewhere_finds_the_programs_beside_what_it_leads_to(machine: Ma
     assert os.path.samefile(hook["path"], machine.folder / "bin" / "gpulet-cdi-hook")
 
 
+@pytest.mark.parametrize(
+    ("destination", "hidden"),
+    [
+        ("/lib/x86_64-linux-gnu", True),
+        ("/lib", True),
+        ("/alias/etc", True),
+        ("//usr//lib/", True),
+        ("usr/lib", True),
+        ("/data", False),
+        ("/lib/other", False),
+        ("/data/etc", False),
+    ],
+)
+def test_a_volume_that_hides_the_driver_by_another_name(machine: Machine, destination: str, hidden: bool) -> None:
+    """Of a merged /usr, or of an image's own links: the low-level runtimes follow them."""
+    asks = config(f"{V}=0")
+    asks["mounts"].append({"destination": destination, "type": "tmpfs", "source": "tmpfs"})
+    path = machine.make(asks)
+    (machine.bundle / "rootfs/usr/lib/x86_64-linux-gnu").mkdir()
+    (machine.bundle / "rootfs/lib").symlink_to("usr/lib")
+    (machine.bundle / "rootfs/alias").symlink_to("/")
+    assert machine.run("gpulet-runtime", "create", "--bundle", str(machine.bundle), "x").returncode == 0
+    assert bool(json.loads(path.read_text()).get("hooks")) is hidden
+
+
+def test_the_low_level_runtime_is_the_next_of_its_name_where_the_first_is_ourselves(machine: Machine) -> None:
+    folders = [machine.folder / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "runc").symlink_to(machine.folder / "bin" / "gpulet-runtime")
+    for name in ("runc", "crun"):
+        (folders[1] / name).write_text(f"#!/bin/sh\necho {name}\n")
+        (folders[1] / name).chmod(0o755)
+    machine.config_file.write_text("[nvidia-container-runtime]\nruntimes = ['runc', 'crun']\n")
+    path = f"{folders[0]}:{folders[1]}:{os.environ['PATH']}"
+    for _ in range(2):
+        assert machine.run("gpulet-runtime", "state", "x", PATH=path).stdout == "runc\n"
+
+
 def test_version(machine: Machine) -> None:
     done = machine.run("gpulet-runtime", "--version")
     assert "gpulet runtime version" in done.stdout

@@ -243,6 +243,20 @@ def test_where_the_driver_makes_nodes_its_parameters_are_covered(
     assert all(hook["env"] for hook in hooks)
 
 
+def test_in_a_user_namespace_nobody_makes_nodes_and_nothing_is_covered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under crun no hook can run there, in whose folder root alone may be."""
+    machine = Machine(tmp_path)
+    monkeypatch.setattr(frozen, "params", lambda: b"ModifyDeviceFiles: 0\n")
+    asks = containers.config(f"{V}=0")
+    asks["linux"]["namespaces"] = [{"type": "user"}]
+    settings = settings_file.load(str(machine.config_file), {})
+    plan = Planned(str(machine.make(asks)), settings).plan(settings)
+    assert plan.injection.rootfs.freeze_device_nodes
+    assert "hooks" not in plan.config and not plan.work.freeze_device_nodes
+
+
 @pytest.mark.root
 def test_only_roots_own_mount_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mount"

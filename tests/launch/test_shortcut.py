@@ -295,6 +295,20 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_time(short: Short
         short.kept.rmdir()
 
 
+def test_two_installations_do_not_send_each_other_round(short: Shortcut) -> None:
+    """They share config.toml, and so what is kept; each passes over itself alone."""
+    machine = short.machine
+    second = machine.folder / "elsewhere" / "nvidia-container-runtime"
+    second.parent.mkdir()
+    shutil.copy(machine.folder / "bin" / "gpulet-runtime", second)
+    copy = machine.folder / "both.toml"
+    copy.write_text(machine.config_file.read_text().replace(f"'{machine.low}'", f"'{second}', '{machine.low}'"))
+    time.sleep(SETTLED)
+    for _ in range(3):
+        assert machine.run("gpulet-runtime", "state", "x", GPULET_CONFIG=str(copy)).returncode == 0
+        assert machine.called("low") == ["state", "x"]
+
+
 # -- when Python is gone
 
 

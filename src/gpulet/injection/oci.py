@@ -124,16 +124,21 @@ def _allow(rules: list[dict[str, Any]], node: DeviceNode) -> None:
 
 def _with_mounts(mounts: list[dict[str, Any]], added: tuple[Mount, ...]) -> list[dict[str, Any]]:
     """Replaced by destination, then ordered by depth so that a parent never hides what is mounted beneath it."""
-    taken = {os.path.normpath(mount.path) for mount in added}
-    merged = [entry for entry in mounts if os.path.normpath(entry.get("destination") or "") not in taken]
-    for mount in {os.path.normpath(mount.path): mount for mount in added}.values():
+    taken = {place(mount.path): mount for mount in added}
+    merged = [entry for entry in mounts if place(entry.get("destination")) not in taken]
+    for mount in taken.values():
         entry: dict[str, Any] = {"destination": mount.path, "source": mount.source}
         if mount.type:
             entry["type"] = mount.type
         if mount.options:
             entry["options"] = list(mount.options)
         merged.append(entry)
-    return sorted(merged, key=lambda entry: os.path.normpath(entry.get("destination") or "").count("/"))
+    return sorted(merged, key=lambda entry: place(entry.get("destination")).rstrip("/").count("/"))
+
+
+def place(destination: str | None) -> str:
+    """A mount's destination as the low-level runtimes take it: from the root on, whatever slashes it begins with."""
+    return os.path.normpath("/" + (destination or "").lstrip("/"))
 
 
 def with_types(config: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +147,7 @@ def with_types(config: dict[str, Any]) -> dict[str, Any]:
     The specification allows that, CDI specifications are written so, and crun until 1.28 dies of it where a container
     joins a Pod's namespaces and has a user namespace (containers/crun#1948).
     """
-    if not _has_user_namespace(config):
+    if not has_user_namespace(config):
         return config
     mounts = [
         {**entry, "type": "bind"}
@@ -153,7 +158,8 @@ def with_types(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "mounts": mounts} if mounts != config.get("mounts") else config
 
 
-def _has_user_namespace(config: dict[str, Any]) -> bool:
+def has_user_namespace(config: dict[str, Any]) -> bool:
+    """Whether the container has a user namespace that isn't the engine's own."""
     namespaces = (config.get("linux") or {}).get("namespaces") or ()
     return any(namespace.get("type") == "user" for namespace in namespaces)
 
@@ -166,7 +172,7 @@ def seen_inside(config: dict[str, Any], gids: Iterable[int]) -> dict[int, int]:
     """
     linux = config.get("linux") or {}
     wanted = [gid for gid in dict.fromkeys(gids) if gid]
-    if not _has_user_namespace(config):
+    if not has_user_namespace(config):
         return {gid: gid for gid in wanted}
     ids = ("containerID", "hostID", "size")
     spans = [tuple(span.get(name) or 0 for name in ids) for span in linux.get("gidMappings") or ()]

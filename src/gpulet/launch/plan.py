@@ -25,6 +25,7 @@ from gpulet.settings import CUDA_VISIBLE_DEVICES, Settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
     from gpulet.launch.beside import Laid
@@ -102,7 +103,7 @@ def _by_prestart_hook(config: dict[str, Any], container: Container, request: Req
     extra = legacy.beyond_the_cli(request, settings)
     config, hook = legacy.with_hook(oci.apply(config, extra), container, request, settings)
     plan = Plan(config, extra.replace(hooks=(hook,)), extra.rootfs)
-    return by_hook(plan) if covered(config, plan.work) else plan
+    return by_hook(plan) if covered(plan, container.root) else plan
 
 
 def _direct(config: dict[str, Any], container: Container, decision: Decision, settings: Settings, aside: bool) -> Plan:
@@ -121,7 +122,7 @@ def _direct(config: dict[str, Any], container: Container, decision: Decision, se
     plan.memory = memory
     if aside and any(link.path.startswith("/dev/") for link in work.links):
         _lay_device_links(plan, settings.state_dir)
-    if covered(plan.config, plan.work):
+    if covered(plan, container.root):
         return by_hook(plan)
     if work.freeze_device_nodes:
         _freeze(plan, container, settings.state_dir if aside else "")
@@ -149,20 +150,42 @@ def _lay_device_links(plan: Plan, folder: str) -> None:
     plan.config = oci.apply(plan.config, Injection(mounts=mounts))
 
 
-def covered(config: dict[str, Any], work: RootfsWork) -> str:
-    """The first mount that would hide what is written beneath the root now, "" for none."""
+# Where engines mount as a rule, and no driver's file goes.
+_ELSEWHERE = ("/proc/", "/sys/", "/dev/", "/run/", "/var/run/", "/etc/hosts/", "/etc/hostname/", "/etc/resolv.conf/")
+
+
+def covered(plan: Plan, root: str) -> str:
+    """The first mount that would hide what is written beneath the root now, "" for none. root: the container's, whose
+    links may lead a mount's destination elsewhere."""
+    work = plan.work
     if work.empty():
         return ""
     places = [link.path for link in work.links] + [f"{folder}/soname" for folder in work.folders]
     places += ["/etc/ld.so.cache", "/etc/ld.so.conf.d/conf"] if work.folders or work.host_driver else []
     places += ["/etc/nvidia/profile"] if work.profile_minors else []
-    hidden_by: set[str] = set()  # each place and every folder above it
+    hidden_by = with_above(places)
+    destinations = [oci.place(entry.get("destination")) for entry in plan.config.get("mounts") or ()]
+    found = next((place for place in destinations if place in hidden_by), "")
+    if found:
+        return found
+    ours = {mount.path for mount in plan.injection.mounts}
+    others = [place for place in destinations if place not in ours and not f"{place}/".startswith(_ELSEWHERE)]
+    others = [place for place in others if place.rpartition("/")[0] not in work.folders]
+    if not others:
+        return ""
+    from gpulet.launch import aliases
+
+    return aliases.first_within(root, others, places)
+
+
+def with_above(places: Iterable[str]) -> set[str]:
+    """Paths and every folder above them."""
+    found: set[str] = set()
     for place in places:
-        while place and place not in hidden_by:
-            hidden_by.add(place)
+        while place and place not in found:
+            found.add(place)
             place = place.rpartition("/")[0]
-    destinations = (os.path.normpath(entry.get("destination") or "/") for entry in config.get("mounts") or ())
-    return next((folder for folder in destinations if folder in hidden_by), "")
+    return found
 
 
 def by_hook(plan: Plan) -> Plan:
@@ -201,8 +224,11 @@ def _take_over(config: dict[str, Any], work: RootfsWork) -> tuple[dict[str, Any]
 
 def _freeze(plan: Plan, container: Container, folder: str) -> None:
     """Hiding the driver's ModifyDeviceFiles needs a mount inside the container's /proc, which low-level runtimes refuse
-    in a spec: a hook does it, on nodes where the driver makes device nodes at all. The host's mount(8) does it in a
-    tenth of the time that a program of ours takes to start."""
+    in a spec: a hook does it, on nodes where the driver makes device nodes at all, but for user namespaces, in which
+    nobody can make one. The host's mount(8) does it in a tenth of the time that a program of ours takes to start."""
+    if oci.has_user_namespace(plan.config):
+        plan.work = plan.work.replace(freeze_device_nodes=False)
+        return
     from gpulet.injection import frozen
     from gpulet.launch import beside
 

@@ -9,7 +9,7 @@ from gpulet.errors import EngineError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import NoReturn
 
 # searched after PATH, since engines may start us with a short one
@@ -35,16 +35,21 @@ def find(name: str, first: Sequence[str] = ()) -> str | None:
     """A program's absolute path: as it stands where it has a slash, else the first in the search path."""
     if "/" in name:
         return os.path.abspath(name) if is_program(name) else None
-    return next((path for folder in search_path(first) if is_program(path := os.path.join(folder, name))), None)
+    return next(_all(name, first), None)
+
+
+def _all(name: str, first: Sequence[str] = ()) -> Iterator[str]:
+    """Every program of a name without slashes in the search path, in order."""
+    return (path for folder in search_path(first) if is_program(path := os.path.join(folder, name)))
 
 
 def low_level_runtime(candidates: Sequence[str]) -> str:
     """The first of the configured runtimes that is there and isn't this very program. Raises EngineError."""
     ourselves = _identity(sys.argv[0])
     for name in candidates:
-        path = find(name)
-        if path and (ourselves is None or _identity(path) != ourselves):
-            return path
+        for path in [find(name)] if "/" in name else _all(name):
+            if path and (ourselves is None or _identity(path) != ourselves):
+                return path
     tried = ", ".join(candidates) or "(none configured)"
     raise EngineError(
         "no low-level runtime",

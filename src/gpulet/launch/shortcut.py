@@ -36,12 +36,19 @@ def keep(settings: Settings, low_level: str, began: float) -> None:
         kept = _kept(at)
         if kept == (answer, state.st_mtime_ns):
             return
-        if state.st_ctime <= began - FRESH:
+        if state.st_ctime <= began - FRESH and not _is_launcher(low_level):
             codec.put(at, answer, state.st_mtime_ns)
         elif kept[0]:  # of a config.toml that another of the same time has replaced, as images' files may be
             os.unlink(at)
     except OSError:
         pass
+
+
+def _is_launcher(program: str) -> bool:
+    """Whether a program is a launcher of ours, of another installation: its shell would read what is kept here, and
+    start itself for ever."""
+    with open(program, "rb") as file:
+        return b"gpulet" in file.read(4096)
 
 
 def _kept(at: str) -> tuple[bytes, int]:
