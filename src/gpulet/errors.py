@@ -32,6 +32,14 @@ def cut(text: str) -> str:
     return text if left_out <= 0 else f"{text[:_HEAD]}...({left_out} characters)...{text[-_TAIL:]}"
 
 
+def visible(text: str) -> str:
+    """A text that somebody else wrote, as a terminal may show it: what a container or a file says must neither end our
+    line nor command the terminal, so what has no shape of its own is written as an escape, such as \\x1b."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 class GpuletError(Exception):
     """An expected failure.
 
@@ -56,7 +64,7 @@ class GpuletError(Exception):
             line += f" (wanted {self.wanted})"
         if self.remedy:
             line += f"; {self.remedy}"
-        return " ".join(line.split())
+        return visible(" ".join(line.split()))
 
 
 class UsageError(GpuletError):

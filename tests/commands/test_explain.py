@@ -171,7 +171,8 @@ def test_a_root_that_is_read_only_is_foreseen(machine: Machine, tmp_path: Path, 
     assert len(explained["laid"]) == int(cache)
     assert ("hooks" in after) is not cache
     (note,) = explained["notes"]
-    assert "read-only" in note
+    assert "Read-only file system" in note
+    assert note.endswith("a cache for the loader is mounted" if cache else "left to a hook")
 
 
 def test_only_what_can_lie_in_the_state_folder_is_said_to(tmp_path: Path) -> None:

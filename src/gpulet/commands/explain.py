@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+import math
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +14,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from gpulet import settings as settings_file
-from gpulet.commands.explain_ahead import foreseen, in_place_of
-from gpulet.errors import GpuletError, NodeError, UsageError
+from gpulet.commands.explain_ahead import Ahead, foreseen, in_place_of
+from gpulet.errors import NodeError, UsageError, visible
 from gpulet.injection import oci
 from gpulet.launch.plan import Bundle, Plan
+from gpulet.launch.runtime import settings_of
 from gpulet.node import procfs
 from gpulet.request import requirements
 from gpulet.request.decide import Decision
@@ -46,19 +48,16 @@ def explain_bundle(
     as_json: AsJson = False,
 ) -> None:
     """What gpulet-runtime would do to a bundle, started by this user, and each rule that led there."""
-    settings = settings_file.load(config or None)
-    bundle = Bundle(str(folder / "config.json"), settings)
-    try:
-        with in_place_of(runtime):
-            plan, notes = foreseen(bundle, settings)
-    except GpuletError:
-        if not as_json:  # what was decided is worth knowing though it can't be done here
-            _show_rules(Console(), bundle, settings)
-        raise
+    with in_place_of(runtime):
+        settings = settings_of(sys.argv[0], config or None)
+        bundle = Bundle(str(folder / "config.json"), settings)
+        ahead = foreseen(bundle, settings)
     if as_json:
-        typer.echo(json.dumps(data(bundle, plan, settings, notes), indent=2))
+        typer.echo(json.dumps(_for_json(data(bundle, ahead, settings)), indent=2, allow_nan=False))
     else:
-        show(Console(), bundle, plan, settings, notes)
+        show(Console(), bundle, ahead, settings)
+    if ahead.refusal:  # what was decided is worth knowing though it can't be done here
+        raise ahead.refusal
 
 
 @app.command("require")
@@ -116,9 +115,12 @@ def judge(expression: str, subject: Subject) -> dict[str, Any]:
     return {"expression": expression, "holds": holds, "node": subject.to_data(), "clauses": told}
 
 
-def data(bundle: Bundle, plan: Plan, settings: Settings, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """The whole explanation as data. notes: why the runtime will take another way than the usual one."""
-    decision = bundle.decision
+def data(bundle: Bundle, ahead: Ahead, settings: Settings) -> dict[str, Any]:
+    """The whole explanation as data. "injection" and "rootfs" are null where no plan could be made; where "refused"
+    says why the runtime starts nothing, config.json stays, and they are what would be done without that."""
+    decision, plan = bundle.decision, ahead.plan
+    after = bundle.config if plan is None or ahead.refusal else plan.config
+    memory = plan.memory if plan else None
     return {
         "bundle": bundle.path,
         "config": settings.source,
@@ -126,15 +128,28 @@ def data(bundle: Bundle, plan: Plan, settings: Settings, notes: Sequence[str] = 
         "mode": decision.mode,
         "request": decision.request.to_data(),
         "trace": [rule.to_data() for rule in decision.trace],
-        "injection": plan.injection.to_data(),
-        "rootfs": plan.work.to_data(),
-        "laid": [{"path": thing.path, "links": dict(thing.links), "bytes": len(thing.data)} for thing in plan.laid],
-        "config_json": {"changed": plan.config != bundle.config, "after": plan.config},
-        "notes": list(notes),
-        "assumed": list(plan.memory.assumed) if plan.memory else [],
-        "lacking": list(plan.memory.lacking) if plan.memory else [],
+        "refused": str(ahead.refusal or ""),
+        "injection": plan.injection.to_data() if plan else None,
+        "rootfs": plan.work.to_data() if plan else None,
+        "laid": [
+            {"path": thing.path, "links": dict(thing.links), "bytes": len(thing.data)}
+            for thing in (plan.laid if plan else ())
+        ],
+        "config_json": {"changed": after != bundle.config, "after": after},
+        "notes": ahead.notes,
+        "assumed": list(memory.assumed) if memory else [],
+        "lacking": list(memory.lacking) if memory else [],
         "trap": decision.request.source == "legacy-image",
     }
+
+
+def _for_json(value: Any) -> Any:
+    """The same value without the numbers that Python's JSON knows and nobody else's: they become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return {key: _for_json(item) for key, item in value.items()}
+    return [_for_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _pod(bundle: Bundle) -> str:
@@ -142,26 +157,34 @@ def _pod(bundle: Bundle) -> str:
     return f"{one.pod_namespace}/{one.pod_name}" if one.pod_name else ""
 
 
-def show(console: Console, bundle: Bundle, plan: Plan, settings: Settings, notes: Sequence[str] = ()) -> None:
+def show(console: Console, bundle: Bundle, ahead: Ahead, settings: Settings) -> None:
     """The same for people."""
     _show_rules(console, bundle, settings)
-    for note in notes:
-        console.print(f"[yellow]{escape(note)}[/yellow]", soft_wrap=True, highlight=False)
-    _show_plan(console, bundle, plan)
+    for note in ahead.notes:
+        console.print(f"[yellow]{shown(note)}[/yellow]", soft_wrap=True, highlight=False)
+    if ahead.refusal:
+        console.print("[red]The runtime refuses this: no container is started, config.json stays as it is.[/red]")
+    if ahead.plan:
+        _show_plan(console, bundle, ahead.plan, "What would go in" if ahead.refusal else "What goes in")
     if bundle.decision.request.source == "legacy-image":
         console.print(f"\n[yellow]{escape(TRAP)}[/yellow]", soft_wrap=True)
+
+
+def shown(text: str) -> str:
+    """A text that a container, an image or a file wrote, for a terminal: neither markup nor control characters act."""
+    return escape(visible(text))
 
 
 def _show_rules(console: Console, bundle: Bundle, settings: Settings) -> None:
     decision = bundle.decision
     who = f"{_pod(bundle)}/{bundle.container.name}" if bundle.container.name else bundle.path
-    console.print(f"[bold]{escape(who)}[/bold]: {escape(_verdict(decision))}")
-    console.print(f"configuration: {escape(settings.source) or 'defaults'}; mode {decision.mode}\n")
+    console.print(f"[bold]{shown(who)}[/bold]: {shown(_verdict(decision))}")
+    console.print(f"configuration: {shown(settings.source) or 'defaults'}; mode {decision.mode}\n")
     console.print("[bold]Rules looked at, in order[/bold]")
     for number, rule in enumerate(decision.trace, 1):
         colour = "yellow" if rule.level == "warning" else "default"
-        console.print(f"{number:3} {rule.name}: {escape(rule.input)}  [dim]{escape(rule.where)}[/dim]", soft_wrap=True)
-        console.print(f"    [{colour}]-> {escape(rule.outcome)}[/{colour}]", soft_wrap=True)
+        console.print(f"{number:3} {rule.name}: {shown(rule.input)}  [dim]{shown(rule.where)}[/dim]", soft_wrap=True)
+        console.print(f"    [{colour}]-> {shown(rule.outcome)}[/{colour}]", soft_wrap=True)
     console.print()
 
 
@@ -172,11 +195,11 @@ def _verdict(decision: Decision) -> str:
     return f"gets {','.join(request.devices) or 'the driver and no GPU'} ({request.reason})"
 
 
-def _show_plan(console: Console, bundle: Bundle, plan: Plan) -> None:
+def _show_plan(console: Console, bundle: Bundle, plan: Plan, head: str) -> None:
     if plan.config == bundle.config and plan.work.empty():
         console.print("[bold]Nothing is changed[/bold]")
         return
-    console.print("[bold]What goes in[/bold]")
+    console.print(f"[bold]{head}[/bold]")
     injection, work = plan.injection, plan.work
     for node in injection.devices:
         _item(console, "device", f"{node.path} ({node.type} {node.major}:{node.minor}, {node.access})", node.why)
@@ -224,15 +247,15 @@ def _show_plan(console: Console, bundle: Bundle, plan: Plan) -> None:
 
 
 def _item(console: Console, kind: str, text: str, why: str) -> None:
-    reason = f"  [dim]{escape(why)}[/dim]" if why else ""
-    console.print(f"  {kind:7} {escape(text)}{reason}", soft_wrap=True, highlight=False)
+    reason = f"  [dim]{shown(why)}[/dim]" if why else ""
+    console.print(f"  {kind:7} {shown(text)}{reason}", soft_wrap=True, highlight=False)
 
 
 def _show_judged(console: Console, judged: list[dict[str, Any]]) -> None:
     for one in judged:
         mark, colour = ("holds", "green") if one["holds"] else ("does not hold", "red")
-        console.print(f"{escape(one['expression'])}  [{colour}]{mark}[/{colour}]", highlight=False)
+        console.print(f"{shown(one['expression'])}  [{colour}]{mark}[/{colour}]", highlight=False)
         for clause in one["clauses"]:
             here = clause["here"] or "nothing known of it"
             sign = ("yes" if clause["known"] else "taken as met") if clause["holds"] else "no"
-            console.print(f"  {escape(clause['text']):24} here: {escape(here):16} {sign}", highlight=False)
+            console.print(f"  {shown(clause['text']):24} here: {shown(here):16} {sign}", highlight=False)

@@ -1,5 +1,6 @@
-"""What `gpulet explain` foresees of the runtime's work: which of its ways round it will have to take, and where the
-programs are that it names. Nothing is changed: what can't be known without trying is taken to go well.
+"""What `gpulet explain` foresees of the runtime's work: which of its ways round it will have to take, what it will
+refuse, and where the programs are that it names. Nothing is changed: what can't be known without trying is taken to go
+well.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpulet.errors import UsageError
+from gpulet.commands.explain_root import LookedAt, refuse_config
+from gpulet.errors import GpuletError, StepFailed, UsageError
+from gpulet.injection import rootfs
+from gpulet.injection.loader import Library
 from gpulet.injection.model import RootfsWork
 from gpulet.launch import beside, carry, programs, read_only
 from gpulet.launch.beside import Laid
@@ -23,40 +27,77 @@ _MARK = b"gpulet.launch.start"  # what a launcher imports and a console script d
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)  # open(2): the file system has no O_TMPFILE
 
 
-def foreseen(bundle: Bundle, settings: Settings) -> tuple[Plan, tuple[str, ...]]:
-    """The plan that will stand once the runtime has tried what it does outside config.json, as this user; and what will
-    have made it take another way. A root file system that isn't there says nothing: a stopped container's is gone.
-    Raises what planning raises."""
-    plan, notes = bundle.plan(settings), []
-    if not all(map(can_lie, plan.laid)):
-        plan = bundle.plan(settings, aside=False)
-        notes.append(f"the state folder {settings.state_dir} can't be written: what would lie there is left to a hook")
+class Ahead:
+    """What the runtime will do. plan: the one that will stand, None where none could be made; notes: why it takes
+    another way than the usual one; refusal: why it starts nothing, and then config.json stays as it is."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.notes: list[str] = []
+        self.refusal: GpuletError | None = None
+
+
+def foreseen(bundle: Bundle, settings: Settings) -> Ahead:
+    """Goes through what the runtime does, as this user. The first refusal counts, and a plan is told in spite of it."""
+    ahead = Ahead()
+    for step in (_low_level, _plan, _work, _write):
+        try:
+            step(ahead, bundle, settings)
+        except GpuletError as error:
+            ahead.refusal = ahead.refusal or error
+    return ahead
+
+
+def _low_level(_ahead: Ahead, _bundle: Bundle, settings: Settings) -> None:
+    programs.low_level_runtime(settings.runtimes)
+
+
+def _plan(ahead: Ahead, bundle: Bundle, settings: Settings) -> None:
+    ahead.plan = bundle.plan(settings)
+    if not all(map(can_lie, ahead.plan.laid)):
+        ahead.notes.append(
+            f"the state folder {settings.state_dir} can't be written: what would lie there is left to a hook"
+        )
+        ahead.plan = bundle.plan(settings, aside=False)
+
+
+def _work(ahead: Ahead, bundle: Bundle, settings: Settings) -> None:
+    """As carry.carry_out beneath the root."""
+    plan = ahead.plan
+    if plan is None or plan.work.empty():
+        return
     root = bundle.container.root
-    if plan.work.empty() or not os.path.isdir(root):
-        return plan, tuple(notes)
     carry.refuse_the_hosts(root)
-    if os.statvfs(root).f_flag & os.ST_RDONLY:
-        notes.append("the root file system is read-only: the loader's cache is mounted, or else left to a hook")
-        plan = _read_only(bundle, plan, settings)
-    elif not all(os.access(folder, os.W_OK | os.X_OK, effective_ids=True) for folder in _folders(root)):
-        notes.append("the root file system can't be written by this user: its part is left to a hook")
-        plan = by_hook(plan)
-    return plan, tuple(notes)
+    found = carry.libraries(plan)[0]
+    try:
+        with LookedAt(root) as held:
+            rootfs.carry_out(held, plan.work, found)
+    except StepFailed as error:
+        if error.errno == errno.EROFS:
+            mounted = _mount_cache(ahead, bundle, plan, found, settings)
+        elif error.errno in carry.NOT_FROM_HERE:
+            mounted = False
+        else:
+            raise
+        if not mounted:
+            ahead.plan = by_hook(plan)
+        way = "a cache for the loader is mounted" if mounted else "the work beneath the root is left to a hook"
+        ahead.notes.append(f"{error.step} {error.target}: {error.reason}: {way}")
 
 
-def _read_only(bundle: Bundle, plan: Plan, settings: Settings) -> Plan:
-    laid = read_only.cache_beside(bundle, plan, carry.libraries(plan)[0], settings)
+def _mount_cache(ahead: Ahead, bundle: Bundle, plan: Plan, found: list[Library], settings: Settings) -> bool:
+    """As read_only.prepare; whether it can be done."""
+    laid = read_only.cache_beside(bundle, plan, found, settings)
     if laid is None or not can_lie(laid):
-        return by_hook(plan)
-    plan = read_only.with_cache(plan, laid)
-    plan.laid, plan.work = (*plan.laid, laid), RootfsWork()
-    return plan
+        return False
+    ahead.plan = read_only.with_cache(plan, laid)
+    ahead.plan.laid, ahead.plan.work = (*plan.laid, laid), RootfsWork()
+    return True
 
 
-def _folders(root: str) -> list[str]:
-    """The root, and the folder in it that every kind of work writes to, where the image has one of its own."""
-    etc = os.path.join(root, "etc")
-    return [root, etc] if os.path.isdir(etc) and not os.path.islink(etc) else [root]
+def _write(ahead: Ahead, bundle: Bundle, _settings: Settings) -> None:
+    if ahead.plan is not None:
+        refuse_config(bundle, ahead.plan)
 
 
 def can_lie(thing: Laid) -> bool:

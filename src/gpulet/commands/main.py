@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
-from gpulet.errors import GpuletError, UsageError
+from gpulet.errors import GpuletError, UsageError, visible
 from gpulet.version import __version__
 
 # command -> (module, one line of help). A module has either `command`, a function, or `app`, a group of commands.
@@ -73,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(str(error), error.exit_code)
     except typer.TyperException as error:  # wrong usage
         text = getattr(error, "format_message", error.__str__)()
+        if not text:  # nothing named at all: the help was shown
+            return 2
         return _fail(f"{text.rstrip('.')}; see: gpulet {words[0] if words else ''} --help", 2)
     except (typer.Abort, KeyboardInterrupt):
         return _fail("stopped", 130)
@@ -97,5 +99,5 @@ def _refuse_empty(words: Sequence[str]) -> None:
 
 
 def _fail(line: str, code: int) -> int:
-    print("gpulet:", " ".join(line.split())[:LONGEST], file=sys.stderr)
+    print("gpulet:", visible(" ".join(line.split())[:LONGEST]), file=sys.stderr)
     return code

@@ -11,7 +11,7 @@ import os
 import sys
 
 from gpulet import settings as settings_file
-from gpulet.errors import BundleError, ConfigError, GpuletError, RequestError, UsageError, cut
+from gpulet.errors import BundleError, ConfigError, GpuletError, RequestError, UsageError, cut, visible
 from gpulet.request import bundle, cuda, decide, policy
 from gpulet.settings import CUDA_VISIBLE_DEVICES, Settings
 from gpulet.version import __version__
@@ -66,7 +66,7 @@ def prestart(settings: Settings, debug: bool = False) -> int:
     decision = decide.decide(container, settings, ledger, hook=True)
     for rule in decision.trace:
         if rule.level == "warning":
-            print(f"{rule.name}: {cut(rule.input)} ({rule.where}): {rule.outcome}", file=sys.stderr)
+            print(visible(f"{rule.name}: {cut(rule.input)} ({rule.where}): {rule.outcome}"), file=sys.stderr)
     if not decision.request:
         if decision.denied():
             from gpulet.launch.log import tell_denied

@@ -113,13 +113,19 @@ def _count_failure(call: calls.Call, settings: Settings, result: str, began: flo
 def _settings(call: calls.Call) -> Settings:
     """The settings; for anything but `create` a broken file doesn't count, so that containers can still be stopped."""
     try:
-        settings = settings_file.load()
+        return settings_of(sys.argv[0])
     except Exception:
         if call.command == "create":
             raise
         return Settings()
+
+
+def settings_of(program: str, path: str | None = None) -> Settings:
+    """The settings as the program of this path takes them: the name of a link to it may choose the mode. path: the
+    configuration's, None for the usual places. Raises ConfigError."""
+    settings = settings_file.load(path)
     for flavour in ("cdi", "legacy"):
-        if os.path.basename(sys.argv[0]).endswith(f"runtime.{flavour}"):
+        if os.path.basename(program).endswith(f"runtime.{flavour}"):
             return settings.replace(mode=flavour)
     return settings
 

@@ -156,12 +156,17 @@ def write_config(path: str, config: dict[str, Any]) -> None:
             os.unlink(aside)
             raise
         _sweep(path)
-    except OSError as error:
-        raise BundleError(
-            f"config.json of the bundle {path}", seen=error.strerror, wanted="a file to replace"
-        ) from None
-    except ValueError as error:  # NaN, a number too large, lists within lists without end: Python reads them
-        raise BundleError(f"config.json of the bundle {path}", seen=error, wanted="what JSON can hold") from None
+    except (OSError, ValueError) as error:
+        raise not_written(path, error) from None
+
+
+def not_written(path: str, error: OSError | ValueError) -> BundleError:
+    """The error of a config.json that can't be written. ValueError: NaN, a number too large, lists within lists without
+    end, which Python reads."""
+    what = f"config.json of the bundle {path}"
+    if isinstance(error, OSError):
+        return BundleError(what, seen=error.strerror, wanted="a file to replace")
+    return BundleError(what, seen=error, wanted="what JSON can hold")
 
 
 def _sweep(path: str) -> None:
