@@ -20,6 +20,7 @@ MOUNTED = "/mps"  # where a container of the plugin has the host's MPS folder
 QUESTION = "get_default_active_thread_percentage"
 CONTROL, STARTED, HELD = "control", ".started", ".held"  # see mps_daemon.py
 ANSWER_TIMEOUT = 5.0  # seconds; a control process that hangs must not hold up anything else
+KILL_TIMEOUT = 1.0  # seconds; one that hangs in the driver dies later
 CLIENTS, CLIENTS_BEFORE_VOLTA = 48, 16  # how many clients one GPU takes (MPS documentation)
 
 
@@ -91,15 +92,17 @@ async def problem(resource: str, config: Config) -> str:
         )  # fmt: skip
     except OSError as error:
         return f"{waiting}: {program} can't be run: {error.strerror}"
+    output = None
     try:
         output, _ = await asyncio.wait_for(process.communicate(QUESTION.encode()), ANSWER_TIMEOUT)
     except TimeoutError:
         return f"{waiting}: no answer within {ANSWER_TIMEOUT:g} s"
     finally:
-        if process.returncode is None:  # also where we are to end meanwhile
+        if output is None:  # also where we are to end meanwhile, or what it has started holds our pipes when it is gone
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started, which may hold our pipes
-            await process.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.communicate(), KILL_TIMEOUT)  # also to the end of the pipes
     if process.returncode:
         words = " ".join(output.decode(errors="replace").split())
         return f"{waiting}: {PROGRAM} ended with {process.returncode}: {words}"

@@ -17,7 +17,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 
 from gpulet import mount_api
 from gpulet.errors import GpuletError, NodeError, UsageError
@@ -33,7 +34,8 @@ from gpulet.plugin.sharing import PREFIX
 log = logging.getLogger(__name__)
 
 PROGRAM = "mps-control-daemon"
-TICK = 0.2  # seconds between looks whether we are to end, while NVML is waited for
+TICK = 0.2  # seconds between looks whether we are to end, while something is waited for
+Key = tuple[str, str]  # a resource and the MPS folder that its control daemon is in
 
 
 class Service:
@@ -47,32 +49,42 @@ class Service:
     ) -> None:
         self._load, self._look = load, look
         self._stop = stop or threading.Event()
-        self.controls: dict[str, Control] = {}
+        self.controls: dict[Key, Control] = {}
+        self._ends: dict[Key, Future[bool]] = {}  # those under way
+        self._spared: set[str] = set()  # GPUs that nobody is to give back
         self._ready = ""
-        self._facts: NodeFacts | None = None
+        self._looked: NodeFacts | None = None  # None where MPS isn't wanted: nobody has looked
+        self._facts: NodeFacts | None = None  # the same with lost GPUs as they were
         self._lost: frozenset[str] = frozenset()
 
     def follow(self) -> None:
         """One look at everything. Raises GpuletError, for a configuration or node that can't be used; what runs goes
         on running."""
         config = self._load()
-        wanted = self._plans(config)
+        root = mps.folder(config)
+        wanted = {(name, root): new for name, new in self._plans(config).items()}
         gpus = {uuid for new in wanted.values() for uuid in new.uuids}
-        for name in left_behind(mps.folder(config)):
-            if name not in wanted and name not in self.controls:
-                self.controls[name] = self._leftover(name, config)
-        for name, control in list(self.controls.items()):
-            if wanted.get(name) != control.plan or mps.environment(name, config) != control.environ:
-                ended = control.stop(gpus)
-                if ended or name in wanted:  # else tried again at the next look
-                    del self.controls[name]
-        self._ready = os.path.join(mps.folder(config), ".ready")
+        for name in left_behind(root):
+            if (name, root) not in wanted and (name, root) not in self.controls:
+                self.controls[name, root] = self._leftover(name, config, gpus)
+        # what NVML says nothing of now may be well, and a running daemon's
+        self._spared = gpus | {uuid for control in self.controls.values() for uuid in self._unseen(control)}
+        self._end(
+            [key for key, one in self.controls.items() if not self._goes_on(one, wanted.get(key), config, gpus)],
+            replaced=wanted,
+        )
+        if self._ready and self._ready != os.path.join(root, ".ready"):
+            remove(self._ready)
+        self._ready = os.path.join(root, ".ready")
         problems: list[GpuletError | OSError] = []
-        for name, new in wanted.items():
+        for key, new in wanted.items():
             try:
-                self._keep(name, new, config)
+                self._keep(key, new, config)
             except (NodeError, OSError) as error:  # the others' clients have nothing to do with it
                 problems.append(error)
+        owners = {uuid: key for key, new in wanted.items() for uuid in self.controls[key].held if uuid in new.uuids}
+        for key, control in self.controls.items():
+            control.leave({uuid for uuid, owner in owners.items() if owner != key})
         if problems:
             remove(self._ready)
             for problem in problems[1:]:
@@ -83,24 +95,56 @@ class Service:
                 pass
 
     def _plans(self, config: Config) -> Mapping[str, Plan]:
+        self._looked = None
         if not config.mps_active:
             return {}
         # a lost GPU stays in its plan: another plan means an end of the daemon, and of its clients on all other GPUs
-        looked = self._ask(config)
+        self._looked = looked = self._ask(config)
         self._facts = with_lost(looked, self._facts)
         self._lost = frozenset(gpu.uuid for gpu in self._facts.gpus) - {gpu.uuid for gpu in looked.gpus}
         offered = inventory(self._facts, config)
         mps.check(offered.resources)
         return {one.name: plan(one) for one in offered.resources if mps.shared(one, config)}
 
-    def _leftover(self, name: str, config: Config) -> Control:
-        """What an earlier run left of a resource that isn't wanted any more, to be ended."""
+    def _leftover(self, name: str, config: Config, gpus: set[str]) -> Control:
+        """What an earlier run left of a resource that isn't wanted, or not yet."""
         control = Control(Plan(name), config, self._stop)
         which = ", ".join(control.held) or (
             "which GPUs it had isn't known: set those that are still exclusive back with nvidia-smi -i GPU -c DEFAULT"
         )
-        log.warning("an earlier run left the MPS daemon of %s behind, ending it: %s", name, which)
+        way = "leaving it until all its GPUs answer" if self._may_return(control, config, gpus) else "ending it"
+        log.warning("an earlier run left the MPS daemon of %s behind, %s: %s", name, way, which)
         return control
+
+    def _goes_on(self, control: Control, new: Plan | None, config: Config, gpus: set[str]) -> bool:
+        """Whether it has no end now. new: what it is to be; gpus: as for _may_return."""
+        if control.environ != mps.environment(control.plan.resource, config):
+            return False
+        return control.take(new) if new else self._may_return(control, config, gpus)
+
+    def _may_return(self, control: Control, config: Config, gpus: set[str]) -> bool:
+        """Whether a leftover may be wanted once all GPUs answer: an end would be the end of its clients. gpus: those
+        that others are to have now."""
+        if control.plan.uuids or self._looked is None or config.sharing is None or not gpus.isdisjoint(control.held):
+            return False
+        named = control.plan.resource in {item.rename or item.name for item in config.sharing.resources}
+        return named and bool(self._unseen(control) if control.held else self._looked.lost)
+
+    def _unseen(self, control: Control) -> set[str]:
+        """The GPUs that it holds and that don't answer now."""
+        return set() if self._looked is None else {*control.held} - {gpu.uuid for gpu in self._looked.gpus}
+
+    def _end(self, keys: Iterable[Key], replaced: Container[Key]) -> None:
+        """End these, at the same time. One that still holds something stays for the next look, unless it is replaced by
+        one that reads what it has noted. Raises Ended where we are to end meanwhile: stop waits for them then."""
+        self._ends = {key: aside.begin(self.controls[key].stop, self._spared) for key in keys}
+        while wait(self._ends.values(), TICK).not_done:
+            if self._stop.is_set():
+                raise Ended("ended before the MPS daemons that aren't wanted any more")
+        for key, end in self._ends.items():
+            if end.result() or key in replaced:
+                del self.controls[key]
+        self._ends = {}
 
     def _ask(self, config: Config) -> NodeFacts:
         """What the node has. Raises NodeError, or Ended where we are to end before it has answered."""
@@ -117,28 +161,38 @@ class Service:
                 log.error("%s: waiting for it", aside.Unanswered())
         raise Ended("ended before the node has answered")
 
-    def _keep(self, name: str, new: Plan, config: Config) -> None:
-        control = self.controls.get(name)
+    def _keep(self, key: Key, new: Plan, config: Config) -> None:
+        control = self.controls.get(key)
         if control is None:  # known before it is started: what a start leaves half done has to be ended too
-            control = self.controls[name] = Control(new, config, self._stop)
+            control = self.controls[key] = Control(new, config, self._stop)
+            self._spared |= self._unseen(control)
         elif control.up and (problem := control.problem()):
-            log.error("the MPS daemon of %s has died, starting it again: %s", name, problem)
+            log.error("the MPS daemon of %s has died, starting it again: %s", new.resource, problem)
             control.fell()
         if control.up:
-            control.catch_up(self._lost)
+            control.catch_up(self._lost, self._spared)
         else:
-            control.start(self._lost)
+            control.start(self._lost, self._spared)
         control.pass_on_log()
 
     def stop(self) -> None:
         """End all of them, at the same time: a Pod's end has its limit."""
         if self._ready:
             remove(self._ready)
-        ends = {name: aside.begin(control.stop) for name, control in self.controls.items()}
-        for name, end in ends.items():
+        self._spared.clear()  # also for the ends under way
+        ends = {key: aside.begin(self._finish, key) for key in self.controls}
+        for (name, _), end in ends.items():
             if error := end.exception():
                 log.error("the end of the MPS daemon of %s failed", name, exc_info=error)
         self.controls.clear()
+
+    def _finish(self, key: Key) -> None:
+        """The last end of one. Of one under way, what that hasn't tried: what has just hung would hang again."""
+        control, under_way = self.controls[key], self._ends.get(key)
+        if under_way is None or under_way.exception():
+            control.stop()
+        elif not under_way.result():
+            control.stop(control.kept)
 
 
 def left_behind(root: str) -> list[str]:
