@@ -256,6 +256,7 @@ def test_killed(temporary: Path) -> None:
         (["--pod", "/nonexistent.yaml"], "/nonexistent.yaml"),
         (["--path", "sideways"], "--path"),
         (["--variable", "A B"], "--variable"),
+        (["--gpus", "99999"], "--gpus"),
         (["--low-level", "no-such-runtime"], "no-such-runtime"),
         (["--profile", "wsl"], "wsl"),
         (["--profile", "tegra"], "tegra"),

@@ -231,3 +231,46 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert "h100x8" in run("profiles").stdout
     made = json.loads(run("rootfs", tmp_path / "r", "--libc", "none", "--json").stdout)
     assert Path(made["root"] + made["probe"]).is_file()
+
+
+LIMITED = (
+    "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); from gpulet.commands.main import main"
+)
+
+
+@pytest.mark.parametrize("command", ["create", "rootfs"])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_full_disk_leaves_the_folder_as_it_was(tmp_path: Path, command: str, there: bool) -> None:
+    """A file may not grow here, which is refused as a full disk is, in other words."""
+    folder = tmp_path / "n"
+    if there:
+        folder.mkdir()
+    words = ["sim", command, str(folder)]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{LIMITED}; sys.exit(main(sys.argv[1:]))", *words], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"gpulet: {folder} can't be filled: ") and done.stderr.count("\n") == 1
+    assert list(tmp_path.rglob("*")) == ([folder] if there else [])
+
+
+def test_a_full_disk_leaves_the_captured_file_as_it_was(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "t4x1")
+    file = tmp_path / "c.yaml"
+    file.write_text("before")
+    words = ["sim", "capture", str(file), "--driver-root", str(made.root)]
+    command = [sys.executable, "-c", f"{LIMITED}; sys.exit(main(sys.argv[1:]))", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and str(file) in done.stderr
+    assert file.read_text() == "before" and sorted(path.name for path in tmp_path.iterdir()) == ["c.yaml", "n"]
+    link = tmp_path / "link.yaml"
+    link.symlink_to("c.yaml")
+    capture.capture(made.root, link)
+    assert link.is_symlink() and len(description.load_profile(str(file)).gpus) == 1
+
+
+def test_a_description_goes_into_a_pipe(tmp_path: Path) -> None:
+    made = node.create(tmp_path / "n", "t4x1")
+    program = str(Path(sys.executable).with_name("gpulet"))
+    command = [program, "sim", "capture", "/dev/stdout", "--driver-root", str(made.root)]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.startswith("profile: t4x1\n")

@@ -377,6 +377,14 @@ def test_without_root_plain_files_stand_in() -> None:
     assert done.stdout == "True True 4\n", done.stderr
 
 
+def test_where_nothing_can_be_kept_the_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user without a home."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/absent")
+    with pytest.raises(NodeError, match=r"/proc/absent/gpulet/sim: .*; set XDG_CACHE_HOME"):
+        node.create(tmp_path / "n", "t4x1")
+    assert not (tmp_path / "n").exists()
+
+
 @pytest.mark.parametrize(
     "profile", [name for name in description.profiles() if description.load_profile(name).platform == "discrete"]
 )

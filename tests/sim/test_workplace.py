@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulet.errors import EngineError
-from gpulet.sim.workplace import PREFIX, sweep, workplace
+from gpulet.errors import EngineError, NodeError
+from gpulet.sim.workplace import PREFIX, sweep, whole, workplace
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,28 @@ def test_sweep_takes_the_dead_and_leaves_the_living(temporary: Path) -> None:
     with workplace(keep=False) as living:
         sweep(temporary)
         assert living.is_dir() and not dead.exists() and foreign.is_dir() and link.is_symlink()
+
+
+def test_what_fails_while_a_folder_is_filled_leaves_nothing(temporary: Path) -> None:
+    folder = temporary / "n"
+    with pytest.raises(NodeError, match=f"^{folder} can't be filled: {folder}/file: No space"), whole(folder):
+        (folder / "a/b").mkdir(parents=True)
+        (folder / "link").symlink_to(temporary)
+        raise OSError(28, "No space left on device", "/bin/source", None, f"{folder}/file")
+    assert not list(temporary.iterdir())
+    with pytest.raises(KeyboardInterrupt), whole(temporary):
+        (temporary / "file").touch()
+        raise KeyboardInterrupt
+    assert temporary.is_dir() and not list(temporary.iterdir())
+
+
+def test_nowhere_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    with pytest.raises(EngineError, match="No usable temporary directory found; set TMPDIR"), workplace(keep=False):
+        pass
 
 
 def test_too_long_for_sockets(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from gpulet.commands.timeline import show_node, show_pod
 from gpulet.errors import GpuletError, UsageError
 from gpulet.sim import isolation, pods
 from gpulet.sim.demo import Demo
+from gpulet.sim.description import MAX_GPUS
 from gpulet.sim.stage import STRATEGIES, Options, Stage
 from gpulet.sim.workplace import workplace
 
@@ -39,7 +40,7 @@ def command(
         typer.Option("--pod", help="A manifest to play (- is standard input), repeatable; without it the examples."),
     ] = None,
     profile: Annotated[str, typer.Option(help="The simulated node's kind: see `gpulet sim profiles`.")] = "h100x8",
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs of the profile's.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, max=MAX_GPUS, help="How many GPUs of the profile's.")] = None,
     node: Annotated[str, typer.Option(help="simulated, or host: this machine's own GPUs.")] = "simulated",
     strategy: Annotated[
         str,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
+from gpulet import codec
 from gpulet.errors import GpuletError, NodeError
 from gpulet.node import nvml, platform, procfs
 from gpulet.node.gpu import Gpu, MigDevice, NodeFacts
@@ -26,10 +28,19 @@ def capture(root: Path, file: Path, *, redact: bool = True) -> Description:
     if redact:
         found = redacted(found)
     try:
-        file.write_text(describe.to_yaml(found))
+        _write(file, describe.to_yaml(found).encode())
     except OSError as error:
         raise NodeError(f"{file} can't be written", seen=error.strerror) from error
     return found
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Aside and renamed, so that what was there is there still where the disk is full. What is no file but a pipe or a
+    device takes it as it is. Raises OSError."""
+    if file.exists() and not file.is_file():
+        file.write_bytes(data)
+    else:
+        codec.put(os.path.realpath(file), data)
 
 
 def _facts(root: str) -> NodeFacts:

@@ -50,8 +50,12 @@ def build(sources: Sequence[Path], options: Sequence[str] = (), *, cc: str | Non
     target = cache_folder() / f"{sources[0].stem}-{digest.hexdigest()[:24]}"
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, aside = tempfile.mkstemp(dir=target.parent)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, aside = tempfile.mkstemp(dir=target.parent)
+    except OSError as error:  # as for a user without a home
+        remedy = "set XDG_CACHE_HOME to a folder of yours"
+        raise NodeError(f"no folder for built files: {target.parent}", seen=error.strerror, remedy=remedy) from error
     os.close(descriptor)
     try:
         command = [cc, *STYLE, "-o", aside, *map(str, sources), *options]

@@ -18,6 +18,7 @@ from gpulet.sim import description as describe
 from gpulet.sim import devices, tree
 from gpulet.sim import mig as layouts
 from gpulet.sim.description import Description, SimGpu
+from gpulet.sim.workplace import whole
 
 FOLDERS = ("kubelet", "cdi", "bin", "images", "bundles")
 
@@ -78,15 +79,13 @@ def create(
     tree.check_tools(made.platform)
     if not made.majors:
         made = replace(made, majors=devices.dynamic_majors(made.platform, Path("/proc/devices").read_text()))
-    try:
+    node = SimNode(folder, made)
+    with whole(folder):
         for name in FOLDERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / "root").mkdir(exist_ok=True)
         (folder / "control").touch()
-    except OSError as error:
-        raise NodeError(f"{folder} can't hold a simulated node", seen=error.strerror) from error
-    node = SimNode(folder, made)
-    lay(node)
+        lay(node)
     return replace(node, placeholders=not _has_devices(node))
 
 

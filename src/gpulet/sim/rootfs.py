@@ -12,6 +12,7 @@ from pathlib import Path
 from gpulet.errors import NodeError, UsageError
 from gpulet.sim import compiler
 from gpulet.sim.tree import TRIPLET
+from gpulet.sim.workplace import whole
 
 PROBE = "/usr/bin/gpulet-probe"
 FOLDERS = (
@@ -55,14 +56,15 @@ def create(folder: Path, libc: str = "glibc", *, cuda_compat: str | None = None)
     folder = Path(folder).absolute()
     if folder.exists() and any(folder.iterdir()):
         raise NodeError(f"{folder} isn't empty", remedy="choose another folder")
-    for name in FOLDERS:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    (folder / "tmp").chmod(0o1777)
-    _busybox(folder)
-    _accounts(folder, libc)
-    makers[libc](folder)
-    if cuda_compat:
-        add_compat(folder, cuda_compat)
+    with whole(folder):
+        for name in FOLDERS:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / "tmp").chmod(0o1777)
+        _busybox(folder)
+        _accounts(folder, libc)
+        makers[libc](folder)
+        if cuda_compat:
+            add_compat(folder, cuda_compat)
     return folder
 
 

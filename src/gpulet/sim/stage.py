@@ -64,7 +64,10 @@ class Stage:
             )
         self.root = Path("/") if self.simulated is None else self.simulated.root
         (folder / "cdi").mkdir(exist_ok=True)
-        self.launchers = write_launchers(folder / "bin")
+        try:
+            self.launchers = write_launchers(folder / "bin")
+        except OSError as error:  # of a write that fails the system doesn't say whose it was
+            raise NodeError(f"{folder}/bin can't be filled", seen=error.strerror, remedy="see TMPDIR") from error
         self.kubelet = Kubelet(folder / "kubelet")
         self.plugin: PluginProcess | None = None
         self.discovery_ms = 0.0

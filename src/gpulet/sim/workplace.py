@@ -1,5 +1,7 @@
-"""The demo's folder. It is locked as long as its demo lives, so that a later demo can tell a folder that was left by
-one that was killed, and take it away with its control groups.
+"""Folders that are to be filled, whole or not at all; and the demo's.
+
+The demo's is locked as long as its demo lives, so that a later demo can tell a folder that was left by one that was
+killed, and take it away with its control groups.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpulet.errors import EngineError
+from gpulet.errors import EngineError, NodeError
 from gpulet.sim.cgroups import remove_tree
 
 PREFIX = "gpulet-demo-"
@@ -21,9 +23,30 @@ LONGEST = 108 - len("/kubelet/nvidia-mig-1g.10gb.me.all.sock") - 1
 
 
 @contextmanager
+def whole(folder: Path) -> Iterator[None]:
+    """A new or empty folder gets filled, or is again as it was, so that the next try isn't refused for what a failed
+    one has left. NodeError for what the system refuses."""
+    new = not folder.exists()
+    try:
+        yield
+    except BaseException as error:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if new and folder.is_dir():
+            folder.rmdir()
+        if isinstance(error, OSError):
+            where = error.filename2 or error.filename  # of two, the one written to
+            seen = f"{where}: {error.strerror}" if where else error.strerror
+            raise NodeError(f"{folder} can't be filled", seen=seen) from error
+        raise
+
+
+@contextmanager
 def workplace(keep: bool) -> Iterator[Path]:
     """A new folder, gone afterwards unless it is to be kept. What killed demos left is removed first."""
-    sweep(Path(tempfile.gettempdir()))
     folder, lock = _locked("gpulet-kept-" if keep else PREFIX)
     try:
         yield folder
@@ -37,11 +60,12 @@ def _locked(prefix: str) -> tuple[Path, int]:
     """A new folder and the descriptor that holds its lock."""
     while True:
         try:
+            sweep(Path(tempfile.gettempdir()))
             folder = Path(tempfile.mkdtemp(prefix=prefix))
         except OSError as error:
             raise EngineError(
                 "no folder for the demo",
-                seen=f"{error.filename or tempfile.gettempdir()}: {error.strerror}",
+                seen=f"{error.filename}: {error.strerror}" if error.filename else error.strerror,
                 remedy="set TMPDIR to a writable one",
             ) from error
         if len(os.fsencode(folder)) > LONGEST:
