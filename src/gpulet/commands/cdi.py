@@ -14,7 +14,7 @@ from gpulet.codec import read_standard_input
 from gpulet.commands.cdi_why import explain
 from gpulet.commands.cdi_write import ROOT, generate, installed_hook, say
 from gpulet.commands.node import look
-from gpulet.errors import CdiError, GpuletError, NodeError
+from gpulet.errors import CdiError, GpuletError, NodeError, visible
 from gpulet.injection import cdi, cdi_fingerprint, cdi_rules, cdi_targets, cdi_transform
 from gpulet.injection.build import GATED
 from gpulet.injection.cdi_registry import DEFAULT_FOLDERS, Registry, parse, read_spec
@@ -43,7 +43,7 @@ def list_(folders: FOLDERS = None, as_json: JSON = False) -> None:
         return
     say(f"{len(registry.names())} devices in {' '.join(registry.folders)}")
     for name in registry.names():
-        typer.echo(name)
+        typer.echo(visible(name))
     _tell_errors(registry)
 
 
@@ -150,11 +150,11 @@ def _report(
         typer.echo(json.dumps({"ok": not bad, "files": files}))
     else:
         for path, found in results.items():
-            typer.echo(f"{path}: {wrong if found else good}")
+            typer.echo(visible(f"{path}: {wrong if found else good}"))
             for text in found:
-                typer.echo(f"  {text}")
+                typer.echo(visible(f"  {text}"))
             if found and remedies and path in remedies:
-                typer.echo(f"  mend it with: {remedies[path]}")
+                typer.echo(visible(f"  mend it with: {remedies[path]}"))
         if not results:
             typer.echo("no spec files")
     if bad:
@@ -174,7 +174,7 @@ def why(
         typer.echo(json.dumps(answer))
     else:
         for line in answer["lines"]:
-            typer.echo(line)
+            typer.echo(visible(line))
     if not answer["ok"]:
         raise typer.Exit(1)
 

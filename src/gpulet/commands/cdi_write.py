@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from gpulet.commands.cdi_generate import FLAGS, MODES, Options, coherence_specs, gaps, generate_spec
-from gpulet.errors import CdiError, UsageError
+from gpulet.errors import CdiError, UsageError, visible
 from gpulet.injection import cdi
 from gpulet.injection.cdi_calls import HookCalls, as_ours
 from gpulet.injection.cdi_hooks import HOOKS, OURS
@@ -21,7 +21,7 @@ ENV = "NVIDIA_CTK_CDI_GENERATE"
 
 def say(text: str) -> None:
     """One line for people, beside what is printed."""
-    typer.echo(f"gpulet: {text}", err=True)
+    typer.echo(visible(f"gpulet: {text}"), err=True)
 
 
 def _option(help_text: str, *names: str, env: str = "") -> Any:
@@ -120,6 +120,8 @@ def generate(
     form = form.lower() or {".json": "json"}.get(os.path.splitext(output)[1], "yaml")
     if form not in ("json", "yaml"):
         raise UsageError("--format", seen=form, wanted="yaml or json")
+    if os.path.exists(output) and not os.path.isfile(output):  # a name with an extension beside it would be written
+        raise UsageError("--output", seen=output, wanted="a file; leave it out for standard output")
     for flag in options.flags:
         if flag not in FLAGS:
             say(f"unknown feature flag {flag}, passed over; there are {', '.join(FLAGS)}")

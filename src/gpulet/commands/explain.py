@@ -15,7 +15,8 @@ from rich.markup import escape
 
 from gpulet import settings as settings_file
 from gpulet.commands.explain_ahead import Ahead, foreseen, in_place_of
-from gpulet.errors import NodeError, UsageError, visible
+from gpulet.commands.terminal import shown
+from gpulet.errors import NodeError, UsageError
 from gpulet.injection import oci
 from gpulet.launch.plan import Bundle, Plan
 from gpulet.launch.runtime import settings_of
@@ -168,11 +169,6 @@ def show(console: Console, bundle: Bundle, ahead: Ahead, settings: Settings) -> 
         _show_plan(console, bundle, ahead.plan, "What would go in" if ahead.refusal else "What goes in")
     if bundle.decision.request.source == "legacy-image":
         console.print(f"\n[yellow]{escape(TRAP)}[/yellow]", soft_wrap=True)
-
-
-def shown(text: str) -> str:
-    """A text that a container, an image or a file wrote, for a terminal: neither markup nor control characters act."""
-    return escape(visible(text))
 
 
 def _show_rules(console: Console, bundle: Bundle, settings: Settings) -> None:

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from gpulet.errors import visible
 from gpulet.sim.evidence import ranges
 
 Report = dict[str, Any]
@@ -39,26 +40,26 @@ def show_node(console: Console, node: Report, settings: str) -> None:
 def show_pod(console: Console, pod: Report, order: dict[str, int]) -> None:
     """One Pod: each container's steps with evidence and time, then what it saw. order: UUID -> index."""
     mark, colour = MARKS.get(pod["phase"], ("?", "white"))
-    head = Text.assemble((f"{mark} ", colour), (pod["name"], "bold"), f"  {pod['phase']}")
+    head = Text.assemble((f"{mark} ", colour), (visible(pod["name"]), "bold"), f"  {pod['phase']}")
     if pod["node"]:
         head.append(f" on {pod['node']}", "dim")
     if pod["runtimeClass"] != "nvidia":
-        head.append(f"  runtimeClass {pod['runtimeClass']}", "dim")
+        head.append(f"  runtimeClass {visible(pod['runtimeClass'])}", "dim")
     console.print(head)
     if pod["message"] and not pod["node"]:
-        console.print(Text(f"    {pod['message']}", "yellow"))
+        console.print(Text(f"    {visible(pod['message'])}", "yellow"))
         return
     for note in pod["notes"]:
-        console.print(Text(f"    {note}", "dim"))
+        console.print(Text(f"    {visible(note)}", "dim"))
     for container in pod["containers"]:
         _show_container(console, container, order)
     if pod["phase"] == "Failed":
-        console.print(Text(f"    {pod['message']}", "red"))
+        console.print(Text(f"    {visible(pod['message'])}", "red"))
 
 
 def _show_container(console: Console, container: Report, order: dict[str, int]) -> None:
     asked = container["requested"]
-    console.print(Text(f"    {container['name']}: asked for {asked or 'no'} GPU{'s' if asked > 1 else ''}"))
+    console.print(Text(f"    {visible(container['name'])}: asked for {asked or 'no'} GPU{'s' if asked > 1 else ''}"))
     table = Table.grid(padding=(0, 1))
     table.add_column(width=6)
     table.add_column(style="cyan", no_wrap=True)
@@ -70,7 +71,7 @@ def _show_container(console: Console, container: Report, order: dict[str, int]) 
     if container["reason"]:
         table.add_row("", "  why", "", Text(_short(container["reason"]), style="italic"))
     for note in container["notes"]:
-        table.add_row("", "  note", "", Text(note, style="dim"))
+        table.add_row("", "  note", "", Text(visible(note), style="dim"))
     console.print(table)
     seen = container["seen"]
     if seen is None:
@@ -87,7 +88,7 @@ def _show_container(console: Console, container: Report, order: dict[str, int]) 
 
 def _short(text: str) -> str:
     """UUIDs by their first part, which tells eight GPUs apart; the data of --json has them whole."""
-    return re.sub(r"((?:GPU|MIG)-[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", r"\1…", text)
+    return re.sub(r"((?:GPU|MIG)-[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", r"\1…", visible(text))
 
 
 def _list(indices: list[int]) -> str:
