@@ -207,6 +207,14 @@ def test_a_config_that_cant_be_replaced(machine: Machine, how: str) -> None:
     assert Both(machine, *around).agree()["config_json"]["changed"] is False
 
 
+@pytest.mark.root
+def test_a_bundle_that_has_started_says_what_it_has(machine: Machine) -> None:
+    assert Both(machine).agree()["prepared"] == []
+    both = Both(machine)
+    assert "/dev/nvidia1" in both.agree()["prepared"]
+    assert "left alone (asks for no GPU); prepared already: config.json has /dev/nvidia" in both.text.stdout
+
+
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 @pytest.mark.parametrize("asks", [True, False])
 def test_numbers_that_json_cant_hold(machine: Machine, number: str, asks: bool) -> None:

@@ -22,7 +22,6 @@ from gpulet.launch.plan import Bundle, Plan
 from gpulet.launch.runtime import settings_of
 from gpulet.node import procfs
 from gpulet.request import requirements
-from gpulet.request.decide import Decision
 from gpulet.request.requirements import Subject
 from gpulet.settings import Settings
 
@@ -128,6 +127,7 @@ def data(bundle: Bundle, ahead: Ahead, settings: Settings) -> dict[str, Any]:
         "container": {"name": bundle.container.name, "pod": _pod(bundle), "root": bundle.container.root},
         "mode": decision.mode,
         "request": decision.request.to_data(),
+        "prepared": _prepared(bundle),
         "trace": [rule.to_data() for rule in decision.trace],
         "refused": str(ahead.refusal or ""),
         "injection": plan.injection.to_data() if plan else None,
@@ -174,7 +174,7 @@ def show(console: Console, bundle: Bundle, ahead: Ahead, settings: Settings) -> 
 def _show_rules(console: Console, bundle: Bundle, settings: Settings) -> None:
     decision = bundle.decision
     who = f"{_pod(bundle)}/{bundle.container.name}" if bundle.container.name else bundle.path
-    console.print(f"[bold]{shown(who)}[/bold]: {shown(_verdict(decision))}")
+    console.print(f"[bold]{shown(who)}[/bold]: {shown(_verdict(bundle))}")
     console.print(f"configuration: {shown(settings.source) or 'defaults'}; mode {decision.mode}\n")
     console.print("[bold]Rules looked at, in order[/bold]")
     for number, rule in enumerate(decision.trace, 1):
@@ -184,11 +184,19 @@ def _show_rules(console: Console, bundle: Bundle, settings: Settings) -> None:
     console.print()
 
 
-def _verdict(decision: Decision) -> str:
-    request = decision.request
+def _verdict(bundle: Bundle) -> str:
+    request = bundle.decision.request
+    if not request and _prepared(bundle):  # as the runtime left it, which takes the wish for GPUs away
+        return f"left alone ({request.reason}); prepared already: config.json has {', '.join(_prepared(bundle))}"
     if not request:
         return f"left alone ({request.reason})"
     return f"gets {','.join(request.devices) or 'the driver and no GPU'} ({request.reason})"
+
+
+def _prepared(bundle: Bundle) -> list[str]:
+    """NVIDIA's device nodes that are in config.json before anything is done."""
+    paths = [str(node.get("path")) for node in (bundle.config.get("linux") or {}).get("devices") or ()]
+    return [path for path in paths if path.startswith("/dev/nvidia")]
 
 
 def _show_plan(console: Console, bundle: Bundle, plan: Plan, head: str) -> None:
