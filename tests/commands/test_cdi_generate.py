@@ -264,6 +264,8 @@ def names_of(spec: dict[str, Any]) -> list[str]:
         (("--enable-hook", "x"), 2),
         (("--target", "podman"), 2),
         (("--output", "/proc/absent/x.yaml"), 1),
+        (("--output", "/dev/full"), 2),
+        (("--output", "/proc"), 2),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

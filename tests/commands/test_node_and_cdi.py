@@ -58,6 +58,20 @@ def test_node_for_people(capsys: Out, h100: node.SimNode) -> None:
         assert word in text
 
 
+@pytest.mark.parametrize("columns", ["60", "100", "200"])
+def test_a_gpu_is_one_line_however_wide_the_terminal(
+    capsys: Out, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    made = node.create(tmp_path / "n", "h100x8", gpus=2, mig=["gpu0: 1g.10gb x2"])
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = run(capsys, "node", "--driver-root", str(made.root)).splitlines()
+    for gpu in made.gpus:
+        (line,) = (line for line in lines if gpu.uuid in line)
+        assert gpu.bus_id in line and gpu.name in line
+    assert sum("gi " in line and "caps " in line for line in lines) == 2
+    assert max(map(len, lines)) <= max(int(columns), 160)
+
+
 def test_node_tells_what_procfs_knows_where_nvml_fails(capsys: Out, h100: node.SimNode) -> None:
     inject.inject(h100.folder, "nvml init fails with 999")
     data = json.loads(run(capsys, "node", "--driver-root", str(h100.root), "--json"))

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from gpulet import settings as settings_file
+from gpulet.commands.terminal import shown
 from gpulet.errors import ConfigError, DriverNotFound, NodeError, NvmlError
 from gpulet.injection import csv_files
 from gpulet.node import devices, driver, nvml, platform, procfs, tegra
@@ -24,7 +25,7 @@ from gpulet.node.gpu import Gpu, NodeFacts
 from gpulet.node.paths import below
 from gpulet.node.platform import Platform
 
-_WIDTH = 132
+_WIDEST = 160  # columns of a table, where the terminal has fewer
 _LEVEL_MARKS = {
     "board": "BRD",
     "switch": "PIX",
@@ -150,16 +151,23 @@ def _show(
     troubles: Sequence[str],
 ) -> None:
     console = Console()
-    if console.width < _WIDTH:
-        console = Console(width=_WIDTH)  # rows that the terminal breaks are easier to read than squeezed columns
     _show_head(console, root, facts, kind, found)
     if facts:
         _show_gpus(console, facts)
         _show_links(console, facts)
     for text in troubles:
-        console.print(f"[yellow]![/] {escape(text)}", soft_wrap=True)
+        console.print(f"[yellow]![/] {shown(text)}", soft_wrap=True)
     if files and found:
         _show_files(console, found)
+
+
+def _put(console: Console, table: Table) -> None:
+    """At the table's own width: rows that the terminal breaks are easier to read than squeezed columns. The two columns
+    of a list can be squeezed, and for a file or a pipe needn't be."""
+    if table.show_header or not console.is_terminal:
+        natural = Measurement.get(console, console.options.update(width=_WIDEST), table).maximum
+        console = Console(width=max(console.width, natural))
+    console.print(table)
 
 
 def _show_head(console: Console, root: str, facts: NodeFacts | None, kind: Platform, files: DriverFiles | None) -> None:
@@ -167,47 +175,47 @@ def _show_head(console: Console, root: str, facts: NodeFacts | None, kind: Platf
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     table.add_row("platform", f"[bold]{kind.kind}[/]")
-    table.add_row("evidence", "\n".join(kind.evidence))
+    table.add_row("evidence", "\n".join(map(shown, kind.evidence)))
     if facts and facts.source == "tegra":
-        table.add_row("Linux for Tegra", facts.driver or "unknown")
+        table.add_row("Linux for Tegra", shown(facts.driver) or "unknown")
         rows = csv_files.read(root)
         table.add_row("files", f"{len(rows)} listed in {csv_files.FOLDER}")
     elif facts:
         versions = f"{facts.driver or 'unknown'}, CUDA {facts.cuda or 'unknown'}"
-        table.add_row("driver", versions + (f", NVML {facts.nvml}" if facts.nvml else ""))
+        table.add_row("driver", shown(versions + (f", NVML {facts.nvml}" if facts.nvml else "")))
         table.add_row("asked", facts.source)
-        table.add_row("majors", ", ".join(f"{name} {number}" for name, number in facts.majors))
+        table.add_row("majors", shown(", ".join(f"{name} {number}" for name, number in facts.majors)))
     if facts and facts.imex:
         table.add_row("IMEX channels", f"{len(facts.imex)}: {', '.join(map(str, facts.imex[:16]))}")
     if kind.vfio:
-        table.add_row("virtual machines", "belong the GPUs " + ", ".join(kind.vfio))
+        table.add_row("virtual machines", "belong the GPUs " + shown(", ".join(kind.vfio)))
     if files:
         table.add_row(
-            "driver files", f"{len(files.files)} in {', '.join(files.folders)}, {len(files.missing)} not found"
+            "driver files", f"{len(files.files)} in {shown(', '.join(files.folders))}, {len(files.missing)} not found"
         )
-    console.print(table)
+    _put(console, table)
 
 
 def _show_gpus(console: Console, facts: NodeFacts) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("index", "minor", "uuid", "PCI", "name", "memory", "arch", "NUMA", "MIG"):
         right = title in ("index", "minor", "memory", "NUMA")
-        table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title == "uuid")
+        table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title in ("uuid", "PCI"))
     for gpu in facts.gpus:
         memory = f"{gpu.memory / 2**30:.0f} GiB" if gpu.memory else ""
         numa = str(gpu.numa) if gpu.numa >= 0 else "?"
         minor = str(gpu.minor) if gpu.minor >= 0 else ""
         row = (str(gpu.index), minor, gpu.uuid, gpu.bus_id, gpu.name, memory, gpu.arch, numa, _mig(gpu))
-        table.add_row(*row)
+        table.add_row(*map(shown, row))
         for mig in gpu.mig:
             slot = f"{mig.gpu}:{mig.slot if mig.slot >= 0 else '?'}"
-            instances = f"gi {mig.gi}, ci {mig.ci}, caps {mig.gi_minor} and {mig.ci_minor}"
-            table.add_row(
-                slot, "", mig.uuid, "", f"  {mig.profile or 'MIG'}", f"{mig.memory / 2**30:.0f} GiB", "", "", instances
-            )
+            instances = f"gi {mig.gi}, ci {mig.ci}, caps {mig.gi_minor}, {mig.ci_minor}"
+            memory = f"{mig.memory / 2**30:.0f} GiB"
+            row = (slot, "", mig.uuid, "", f"  {mig.profile or 'MIG'}", memory, "", "", instances)
+            table.add_row(*map(shown, row))
     for lost in facts.lost:
-        table.add_row(str(lost.index), "", lost.uuid, lost.bus_id, f"[red]lost: {lost.reason}")
-    console.print(table)
+        table.add_row(str(lost.index), "", shown(lost.uuid), lost.bus_id, f"[red]lost: {shown(lost.reason)}")
+    _put(console, table)
 
 
 def _mig(gpu: Gpu) -> str:
@@ -230,7 +238,7 @@ def _show_links(console: Console, facts: NodeFacts) -> None:
             link.peer: f"NV{link.nvlinks}" if link.nvlinks else _LEVEL_MARKS.get(link.level, "?") for link in gpu.links
         }
         table.add_row(str(gpu.index), *(to.get(peer.index, "") for peer in facts.gpus))
-    console.print(table)
+    _put(console, table)
 
 
 def _show_files(console: Console, files: DriverFiles) -> None:
@@ -238,7 +246,8 @@ def _show_files(console: Console, files: DriverFiles) -> None:
     for title in ("file", "kind", "capability", "soname"):
         table.add_column(title, overflow="fold")
     for file in files.files:
-        table.add_row(file.path, file.kind, file.capability or "always", file.soname)
+        table.add_row(shown(file.path), file.kind, file.capability or "always", shown(file.soname))
     for missing in files.missing:
-        table.add_row(f"[dim]{missing.name}", "[yellow]not found", "", f"[dim]looked in {' '.join(missing.looked)}")
-    console.print(table)
+        looked = shown(" ".join(missing.looked))
+        table.add_row(f"[dim]{shown(missing.name)}", "[yellow]not found", "", f"[dim]looked in {looked}")
+    _put(console, table)
