@@ -2,8 +2,8 @@
 
 Where: the path given (`--config`), else $GPULET_CONFIG, $NVIDIA_CTK_CONFIG_FILE_PATH,
 $XDG_CONFIG_HOME/nvidia-container-runtime/config.toml, /etc/nvidia-container-runtime/config.toml. No file: the defaults.
-A key that isn't known is ignored, as the peer ignores it, and listed in `unknown`, which `gpulet node` tells; a value of
-the wrong type is a ConfigError that names the line.
+A key that isn't known is ignored, as the peer ignores it, and listed in `unknown`, which `gpulet node` tells; a value
+of the wrong type is a ConfigError that names the line.
 
 Reading TOML costs a starting container about 20 ms, so what a file holds is kept as JSON beside it
 (`.config.toml.gpulet`), keyed by the file's inode, size and times; where the folder can't be written, it
