@@ -174,8 +174,8 @@ def show(console: Console, bundle: Bundle, ahead: Ahead, settings: Settings) -> 
 def _show_rules(console: Console, bundle: Bundle, settings: Settings) -> None:
     decision = bundle.decision
     who = f"{_pod(bundle)}/{bundle.container.name}" if bundle.container.name else bundle.path
-    console.print(f"[bold]{shown(who)}[/bold]: {shown(_verdict(bundle))}")
-    console.print(f"configuration: {shown(settings.source) or 'defaults'}; mode {decision.mode}\n")
+    console.print(f"[bold]{shown(who)}[/bold]: {shown(_verdict(bundle))}", soft_wrap=True)
+    console.print(f"configuration: {shown(settings.source) or 'defaults'}; mode {decision.mode}\n", soft_wrap=True)
     console.print("[bold]Rules looked at, in order[/bold]")
     for number, rule in enumerate(decision.trace, 1):
         colour = "yellow" if rule.level == "warning" else "default"
