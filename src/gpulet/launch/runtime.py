@@ -1,8 +1,9 @@
 """gpulet-runtime: stands between an engine and the low-level runtime; `create` gets its GPUs, all else goes through.
 
 For `create`: read config.json, decide, work out the plan, do the work beneath the root file system, write config.json,
-and become the low-level runtime with the very arguments and environment that the engine gave. Whatever fails leaves
-config.json as it was and starts nothing. The peer's program of the same part is nvidia-container-runtime.
+and become the low-level runtime with the very arguments that the engine gave, and its environment (as a shell hands it
+on, where the launcher has one). Whatever fails leaves config.json as it was and starts nothing. The peer's program of
+the same part is nvidia-container-runtime.
 """
 
 from __future__ import annotations
