@@ -18,6 +18,8 @@ from gpulet.errors import BundleError
 from support.containers import config, pod
 from support.machine import Machine
 
+pytestmark = pytest.mark.root  # ldconfig -r, mounts, other users' folders
+
 V = "NVIDIA_VISIBLE_DEVICES"
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 BARE = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")  # root by name alone: another's folder isn't ours to write
@@ -91,7 +93,6 @@ def test_the_name_of_a_link_to_the_runtime_chooses_the_mode(machine: Machine, fl
         assert "prestart" in both.agree()["config_json"]["after"]["hooks"]
 
 
-@pytest.mark.root
 @pytest.mark.parametrize("folder", ["etc", "usr/lib", LIBRARIES])
 def test_a_folder_of_another_user_leaves_the_work_to_a_hook(machine: Machine, folder: str) -> None:
     os.chown(machine.bundle / "rootfs" / folder, 65534, 65534)
@@ -105,7 +106,6 @@ def test_a_folder_of_another_user_leaves_the_work_to_a_hook(machine: Machine, fo
     assert note.endswith("Permission denied: the work beneath the root is left to a hook")
 
 
-@pytest.mark.root
 def test_a_root_of_another_user_where_nothing_can_be_given_away(machine: Machine) -> None:
     """Its folders are open to everybody, but what is made in them couldn't belong to the container's root."""
     root = machine.bundle / "rootfs"
@@ -116,7 +116,6 @@ def test_a_root_of_another_user_where_nothing_can_be_given_away(machine: Machine
     assert "Operation not permitted" in note
 
 
-@pytest.mark.root
 @pytest.mark.parametrize("folder", ["etc", "usr/lib"])
 def test_a_folder_of_the_root_that_is_read_only_has_the_cache_mounted(machine: Machine, folder: str) -> None:
     told = Both(machine, *read_only(machine.bundle / "rootfs" / folder)).agree()
@@ -124,7 +123,6 @@ def test_a_folder_of_the_root_that_is_read_only_has_the_cache_mounted(machine: M
     assert not told["rootfs"]["links"]
 
 
-@pytest.mark.root
 @pytest.mark.parametrize("place", ["etc/ld.so.cache", f"{LIBRARIES}/libcuda.so.1"])
 def test_what_somebody_mounted_where_we_would_write_stays(machine: Machine, place: str) -> None:
     path = machine.bundle / "rootfs" / place
@@ -164,7 +162,6 @@ def nothing_low(machine: Machine) -> None:
     machine.config_file.write_text(machine.config_file.read_text().replace(str(machine.low), "/nothere"))
 
 
-@pytest.mark.root
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -189,7 +186,6 @@ def test_what_the_runtime_refuses_is_refused_in_its_words(
     assert len(both.text.stderr.splitlines()) == 1
 
 
-@pytest.mark.root
 @pytest.mark.parametrize("how", ["another's folder", "another's file", "read-only", "covered"])
 def test_a_config_that_cant_be_replaced(machine: Machine, how: str) -> None:
     path = machine.bundle / "config.json"
@@ -207,7 +203,6 @@ def test_a_config_that_cant_be_replaced(machine: Machine, how: str) -> None:
     assert Both(machine, *around).agree()["config_json"]["changed"] is False
 
 
-@pytest.mark.root
 def test_a_bundle_that_has_started_says_what_it_has(machine: Machine) -> None:
     assert Both(machine).agree()["prepared"] == []
     both = Both(machine)
