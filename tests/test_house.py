@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,14 @@ def test_launchers_load_nothing_slow(module: str) -> None:
 def test_every_room_has_a_door_plate(path: Path) -> None:
     tree = ast.parse(path.read_text())
     assert not tree.body or ast.get_docstring(tree), "a module says in its docstring what it is for"
+
+
+def test_the_map_knows_every_module() -> None:
+    """docs/architecture.md; the values that travel between rooms stand above its table."""
+    text = (SOURCE.parent / "docs" / "architecture.md").read_text()
+    known = re.findall(r"`(?:[a-z]+/)?([a-z0-9_*]+)(?:\.py)?`", text)
+    missing = [path for path in modules() if not any(fnmatch(path.stem, name) for name in known)]
+    assert [path for path in missing if path.stem not in ("__init__", "__main__")] == []
 
 
 def test_the_checks_can_fail(tmp_path: Path) -> None:
