@@ -62,7 +62,7 @@ def test_nobody_waits_for_ever(root: Path, held: int, monkeypatch: pytest.Monkey
 def test_the_lock_ends_with_the_work(root: Path) -> None:
     rootfs.prepare(str(root), WORK)
     fd = os.open(root, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert linux.lock(fd)
     os.close(fd)
 
 

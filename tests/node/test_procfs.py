@@ -171,7 +171,7 @@ def test_the_kernels_own_dev_is_known_wherever_it_is_mounted(tmp_path: Path) -> 
         timeout=60,
         check=False,
     )
-    if "mount" in done.stderr:
+    if "unknown filesystem type 'devtmpfs'" in done.stderr or "permission denied" in done.stderr:
         pytest.skip(done.stderr)
     assert (done.stdout, done.stderr) == ("True False False\n", "")
 

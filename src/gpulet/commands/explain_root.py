@@ -9,7 +9,8 @@ import os
 from collections.abc import Callable
 
 from gpulet import codec, linux
-from gpulet.injection.beneath import Root, failed
+from gpulet.injection.beneath import Root
+from gpulet.injection.held import failed
 from gpulet.launch.plan import Bundle, Plan
 from gpulet.request.bundle import not_written
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import stat
 
-from gpulet import codec, linux
+from gpulet import linux
 from gpulet.errors import StepFailed
+from gpulet.injection.held import Held, content_of, failed, link_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,21 +21,10 @@ if TYPE_CHECKING:
 
 ASIDE = ".gpulet-new"  # what is made before it takes its place, where nobody else is at work beneath the root
 WAITS, WAIT = 400, 0.005  # for whoever is: an image may hold our lock for ever
-LIMIT = 16 << 20  # bytes; nothing that we read whole from an image has a reason to be larger
-ENOENT, EEXIST, ENOTDIR, EISDIR, EINVAL, EROFS, ELOOP = 2, 17, 20, 21, 22, 30, 40
-_REMEDY = {
-    EROFS: "the root file system is read-only: prepare it before it becomes so, or mount what is missing",
-    linux.ENOSYS: "mounting into a live container needs Linux 5.12; the runtime's mode cdi or jit-cdi doesn't",
-}
+ENOENT, EEXIST, EISDIR, ELOOP = 2, 17, 21, 40
 
 
-def failed(step: str, target: str, error: OSError) -> StepFailed:
-    """The error of a step, from the kernel's answer."""
-    number = error.errno or 0
-    return StepFailed(step, target, number, error.strerror or str(error), _REMEDY.get(number, ""))
-
-
-class Root:
+class Root(Held):
     """A container's root file system, held by descriptor.
 
     What is made belongs to the root folder's own owner, which is the container's root where user identities are
@@ -46,11 +36,7 @@ class Root:
     """
 
     def __init__(self, path: str, fd: int = -1) -> None:
-        """path: the root's folder; fd: a descriptor of it where the caller has one, which is taken over."""
-        try:
-            self.fd = fd if fd >= 0 else os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise failed("open root file system", path, error) from error
+        super().__init__(path, fd)
         own = os.fstat(self.fd)
         self.owner = (own.st_uid, own.st_gid)
         self._ours = self.owner == (os.geteuid(), os.getegid())
@@ -111,67 +97,11 @@ class Root:
         for key in [key for key in self._folders if key != "/" and f"{key}/".startswith(f"{path}/")]:
             self._spare.append(self._folders.pop(key))
 
-    # -- looking
-
-    def open(self, path: str, flags: int) -> int:
-        """A descriptor for path in root. Raises OSError."""
-        return linux.open_in_root(self.fd, path, flags | os.O_CLOEXEC)
-
-    def exists(self, path: str) -> bool:
-        """Whether path leads to something."""
-        try:
-            os.close(self.open(path, os.O_PATH))
-        except OSError:
-            return False
-        return True
-
-    def open_file(self, path: str, follow: bool = True) -> int | None:
-        """A descriptor to read a regular file, None where there is none: an image's devices and pipes stay unopened."""
-        extra = 0 if follow else os.O_NOFOLLOW
-        try:
-            seen = self.open(path, os.O_PATH | extra)
-            kind = os.fstat(seen).st_mode
-            os.close(seen)
-            if not stat.S_ISREG(kind):
-                return None
-            fd = self.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | extra)
-        except OSError as error:
-            if error.errno in (ENOENT, ENOTDIR, ELOOP):
-                return None
-            raise failed("read", path, error) from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):  # swapped in between
-            os.close(fd)
-            return None
-        return fd
-
-    def read(self, path: str) -> bytes | None:
-        """The content of a regular file, None where there is none."""
-        fd = self.open_file(path)
-        if fd is None:
-            return None
-        data = _all_of(fd)
-        if len(data) > LIMIT:
-            raise StepFailed("read", path, reason=f"more than {LIMIT} bytes")
-        return data
+    # -- changing
 
     def covered(self, path: str) -> bool:
         """Whether a mount lies over path itself."""
         return _covered(*self.split(path))
-
-    def names(self, path: str) -> list[str]:
-        """The names in a folder, sorted; none where it isn't there."""
-        try:
-            fd = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            if error.errno in (ENOENT, ENOTDIR, ELOOP):
-                return []
-            raise failed("list", path, error) from error
-        try:
-            return sorted(os.listdir(fd))
-        finally:
-            os.close(fd)
-
-    # -- changing
 
     def folder(self, path: str) -> int:
         """The descriptor of a folder, made (0755) with its parents where missing; stays open until close()."""
@@ -389,14 +319,6 @@ class Root:
         return lambda: os.unlink(name, dir_fd=parent)
 
 
-def link_text(parent: int, name: str) -> str | None:
-    """The text of a link, None where there is none."""
-    try:
-        return os.readlink(name, dir_fd=parent)
-    except OSError:
-        return None
-
-
 def _covered(parent: int, name: str) -> bool:
     """Whether a mount lies over the last name, be it of the same file system."""
     return linux.crosses_mount(parent, name)
@@ -404,12 +326,4 @@ def _covered(parent: int, name: str) -> bool:
 
 def _content(parent: int, name: str) -> bytes:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
-    return _all_of(fd)
-
-
-def _all_of(fd: int) -> bytes:
-    """What an open file holds, one byte more than LIMIT at most; closes it."""
-    try:
-        return codec.read_all(fd, min(os.fstat(fd).st_size, LIMIT), LIMIT + 1)
-    finally:
-        os.close(fd)
+    return content_of(fd)

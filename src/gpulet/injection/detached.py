@@ -10,7 +10,7 @@ import stat
 from gpulet import mount_api
 from gpulet.errors import StepFailed
 from gpulet.injection import loader
-from gpulet.injection.beneath import failed
+from gpulet.injection.held import failed
 from gpulet.injection.model import DeviceNode, Injection, Mount
 from gpulet.node.procfs import DRIVER
 

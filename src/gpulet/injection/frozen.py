@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 
-from gpulet.injection.beneath import Root, failed
+from gpulet.injection.beneath import Root
+from gpulet.injection.held import failed
 
 PARAMS = "/proc/driver/nvidia/params"
 MODIFY, FROZEN = "ModifyDeviceFiles: 1", "ModifyDeviceFiles: 0"

@@ -13,8 +13,9 @@ import stat
 from gpulet import linux, mount_api
 from gpulet.errors import InjectionError, StepFailed
 from gpulet.injection import cgroup, frozen, loader, rootfs
-from gpulet.injection.beneath import Root, failed
+from gpulet.injection.beneath import Root
 from gpulet.injection.detached import NODEV, NOEXEC, NOSUID, RO, Sources
+from gpulet.injection.held import failed
 from gpulet.injection.model import DeviceNode, Injection
 from gpulet.node.paths import below
 from gpulet.node.procfs import DRIVER, proc_root

@@ -8,7 +8,8 @@ import os
 import stat
 
 from gpulet import linux
-from gpulet.injection.beneath import Root, failed, link_text
+from gpulet.injection.beneath import Root
+from gpulet.injection.held import failed, link_text
 from gpulet.node import ldcache
 
 TYPE_CHECKING = False

@@ -8,7 +8,8 @@ import os
 
 from gpulet.errors import BundleError, StepFailed
 from gpulet.injection import loader, rootfs
-from gpulet.injection.beneath import EROFS, Root
+from gpulet.injection.beneath import Root
+from gpulet.injection.held import EROFS
 from gpulet.launch.plan import by_hook
 
 TYPE_CHECKING = False
