@@ -51,7 +51,6 @@ def told(machine: Machine, spec: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.root
 @pytest.mark.parametrize("inside", [0, 9])
 def test_a_nodes_group_in_a_user_namespace_that_has_it_as_another_or_lacks_it(machine: Machine, inside: int) -> None:
-    driver_tree.nodes(machine.root, (0, 1))
     os.chown(machine.root / "dev/nvidia1", 0, 44)
     (machine.root / "dev/nvidia1").chmod(0o660)
     spec = config(f"{V}=1")
@@ -65,6 +64,21 @@ def test_a_nodes_group_in_a_user_namespace_that_has_it_as_another_or_lacks_it(ma
     assert user.get("additionalGids", []) == ([inside] if inside else [])
     told = "group 44, which opens a device node, is left out" in (machine.folder / "log").read_text()
     assert told is (not inside)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("load", "said"), [("true", "the runtime first loads"), ("false", "CUDA won't work")])
+def test_a_node_that_is_not_ready_for_cuda(machine: Machine, load: str, said: str) -> None:
+    (machine.root / "dev/nvidia-uvm").unlink()
+    machine.configure(cli=f"load-kmods = {load}")
+    (note,) = told(machine, config(f"{V}=1"))["notes"]
+    assert said in note
+    assert "/dev/nvidia-uvm" in note
+    assert not (machine.root / "dev/nvidia-uvm").exists()
+    (machine.root / "proc/driver").rename(machine.folder / "driver")
+    data = json.loads(explain(machine, "bundle", str(machine.bundle), "--json").stdout)
+    assert "no NVIDIA kernel module" in data["refused"]
+    assert bool(data["notes"]) is (load == "true")
 
 
 @pytest.mark.parametrize(

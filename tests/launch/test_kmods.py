@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
 
+from gpulet.injection import cdi
 from gpulet.launch import kmods
-from gpulet.node import devices, procfs
-from support import cli_node
+from gpulet.node import devices, driver, procfs
+from support import cli_node, driver_tree
+from support.containers import config
+from support.machine import Machine
 
 pytestmark = pytest.mark.root
 
@@ -115,3 +119,68 @@ def test_nothing_is_tried_in_a_user_namespace(tmp_path: Path) -> None:
     assert kmods.in_user_namespace(str(tmp_path))
     (tmp_path / "self/uid_map").write_text("         0          0 4294967295\n")
     assert not kmods.in_user_namespace(str(tmp_path))
+
+
+def test_numbers_of_another_kernel_make_no_nodes_on_this_machine(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kmods, "make", lambda *given: pytest.fail(f"made {given}"))
+    shutil.rmtree(node / "dev")
+    facts = procfs.facts(str(node))
+    assert kmods.prepare(str(node), facts, ["5"], pytest.fail) is facts
+
+
+# -- before a container starts without the hook
+
+
+LOADS = "load-kmods = true"  # which is the default
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    made = Machine(tmp_path)
+    made.configure(cli=LOADS)
+    return made
+
+
+def log(machine: Machine) -> str:
+    return (machine.folder / "log").read_text()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_container_that_needs_cuda_has_its_nodes_made_first(machine: Machine, wrong: bool) -> None:
+    uvm = machine.root / "dev/nvidia-uvm"
+    uvm.unlink()
+    if wrong:  # of an earlier start, when the module had another number
+        os.mknod(uvm, stat.S_IFCHR | 0o666, os.makedev(501, 0))
+    after = machine.create(config("NVIDIA_VISIBLE_DEVICES=0"))
+    assert number(uvm) == (driver_tree.UVM_MAJOR, 0)
+    assert ("/dev/nvidia-uvm", driver_tree.UVM_MAJOR) in [
+        (node["path"], node["major"]) for node in after["linux"]["devices"]
+    ]
+    assert "load-kmods: make device" in log(machine)
+    assert "CUDA won't work" not in log(machine)
+
+
+@pytest.mark.parametrize(
+    ("cli", "capabilities", "told"),
+    [("load-kmods = false", "compute", True), ("load-kmods = false", "utility", False), (LOADS, "compute", True)],
+)
+def test_what_cannot_be_made_is_told_at_every_start(machine: Machine, cli: str, capabilities: str, told: bool) -> None:
+    (machine.root / "dev/nvidia-uvm").unlink()
+    driver_tree.write(machine.root / "proc/driver/nvidia/params", "ModifyDeviceFiles: 0\n")
+    machine.configure(cli=cli)
+    for start in (1, 2):
+        machine.create(config("NVIDIA_VISIBLE_DEVICES=0", f"NVIDIA_DRIVER_CAPABILITIES={capabilities}"))
+        assert log(machine).count("CUDA won't work: no /dev/nvidia-uvm") == (start if told else 0)
+    assert not (machine.root / "dev/nvidia-uvm").exists()
+
+
+def test_a_specification_whose_nodes_are_missing_has_them_made_first(machine: Machine) -> None:
+    specs = machine.folder / "cdi"
+    facts = procfs.facts(str(machine.root))
+    cdi.write_spec(cdi.make_spec(facts, driver.find(str(machine.root))), str(specs / "nvidia.json"))
+    machine.configure(
+        runtime="mode = 'cdi'", cli=LOADS, rest=f"[nvidia-container-runtime.modes.cdi]\nspec-dirs = ['{specs}']\n"
+    )
+    (machine.root / "dev/nvidia-uvm").unlink()
+    after = machine.create(config("NVIDIA_VISIBLE_DEVICES=0"))
+    assert "/dev/nvidia-uvm" in [node["path"] for node in after["linux"]["devices"]]

@@ -391,7 +391,7 @@ def test_version(machine: Machine) -> None:
 
 
 def test_one_line_of_log_for_a_container_with_gpus(machine: Machine) -> None:
-    machine.create(config(f"{V}=1", annotations=pod()))
+    machine.create(config(f"{V}=1", "NVIDIA_DRIVER_CAPABILITIES=utility", annotations=pod()))
     (line,) = (machine.folder / "log").read_text().splitlines()
     for part in ("pod=default/two", "container=main", "source=environment", "devices=1", "mode=jit-cdi"):
         assert f" {part} " in line

@@ -22,7 +22,7 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.root = driver_tree.create(folder / "root")
+        self.root = driver_tree.create(folder / "root", with_nodes=os.geteuid() == 0)
         self.config_file = folder / "config.toml"
         self.bundle = folder / "bundle"
         for name, module in (("gpulet-runtime", "runtime"), ("gpulet-hook", "hook"), ("gpulet-cdi-hook", "cdi_hook")):

@@ -12,6 +12,7 @@ from gpulet.injection.build import GATED
 from gpulet.injection.cdi_calls import HookCalls
 from gpulet.injection.cdi_spec import HostPaths
 from gpulet.injection.model import RootfsWork
+from gpulet.injection.nodes import NO_UVM, UVM
 from gpulet.injection.select import select
 from gpulet.node import driver, nvml, platform, tegra
 from gpulet.node.devices import kernel_major
@@ -242,8 +243,8 @@ def gaps(facts: NodeFacts | None, options: Options) -> list[str]:
     if "/dev/dxg" in present:
         return []
     found = [f"{lost.name} is left out: {lost.reason}" for lost in facts.lost]
-    if "/dev/nvidia-uvm" not in present:
-        found.append("CUDA won't work: no /dev/nvidia-uvm; run: modprobe nvidia_uvm && nvidia-modprobe -u -c 0")
+    if UVM not in present:
+        found.append(NO_UVM)
     if "/dev/nvidiactl" not in present:
         found.append("no /dev/nvidiactl; run: nvidia-modprobe -c 0")
     missing = lacking(_driver_files(options, facts))

@@ -13,16 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpulet.commands.explain_root import LookedAt, refuse_config
-from gpulet.errors import GpuletError, StepFailed, UsageError
+from gpulet.errors import CdiError, GpuletError, NodeError, StepFailed, UsageError
 from gpulet.injection import rootfs
 from gpulet.injection.loader import Library
 from gpulet.injection.model import RootfsWork
-from gpulet.launch import beside, carry, programs, read_only
+from gpulet.injection.nodes import NO_UVM, UVM
+from gpulet.launch import beside, carry, kmods, programs, read_only
 from gpulet.launch.beside import Laid
 from gpulet.launch.plan import Bundle, Plan, by_hook
 from gpulet.settings import Settings
 
 RUNTIME = "gpulet-runtime"
+LOAD_KMODS = "loads the driver's modules and makes its device nodes where they are missing (load-kmods)"
 _MARK = b"gpulet.launch.start"  # what a launcher imports and a console script doesn't
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)  # open(2): the file system has no O_TMPFILE
 
@@ -53,7 +55,18 @@ def _low_level(_ahead: Ahead, _bundle: Bundle, settings: Settings) -> None:
 
 
 def _plan(ahead: Ahead, bundle: Bundle, settings: Settings) -> None:
-    ahead.plan = bundle.plan(settings)
+    loads = settings.cli_load_kmods and kmods.able(settings.driver_root())
+    try:
+        ahead.plan = bundle.plan(settings)
+    except (NodeError, CdiError):
+        if loads:
+            ahead.notes.append(f"the runtime first {LOAD_KMODS}, and then looks again")
+        raise
+    memory = ahead.plan.memory
+    if memory and memory.unready and memory.found is None and loads:
+        ahead.notes.append(f"this node isn't ready ({', '.join(memory.unready)}): the runtime first {LOAD_KMODS}")
+    elif memory and UVM in memory.unready:
+        ahead.notes.append(NO_UVM)
     if not all(map(can_lie, ahead.plan.laid)):
         ahead.notes.append(
             f"the state folder {settings.state_dir} can't be written: what would lie there is left to a hook"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpulet.errors import UnknownDevice
 from gpulet.injection.capabilities import Capabilities
 from gpulet.injection.model import DeviceNode
-from gpulet.node.devices import CAPS_FOLDER, NVIDIA_MAJOR
+from gpulet.node.devices import CAPS_FOLDER, NVIDIA_MAJOR, kernel_major
 from gpulet.node.gpu import CharDevice, Gpu, MigDevice, NodeFacts
 from gpulet.node.paths import below
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 HIDDEN = 65534  # user_namespaces(7): what a group that isn't mapped is shown as; the number is no group's of its own
+UVM = "/dev/nvidia-uvm"
+NO_UVM = f"CUDA won't work: no {UVM}; run: modprobe nvidia_uvm && nvidia-modprobe -u -c 0"
 _CONTROL_MINORS = {"/dev/nvidiactl": 255, "/dev/nvidia-modeset": 254}  # fixed numbers under major 195
 
 
@@ -51,20 +53,37 @@ class Nodes:
         return self.get(f"{CAPS_FOLDER}/nvidia-cap{minor}", self.facts.major("nvidia-caps"), minor, why)
 
 
+def _control_paths(capabilities: Capabilities) -> list[str]:
+    paths = ["/dev/nvidiactl"]
+    if capabilities.compute_libraries:
+        paths += [UVM, "/dev/nvidia-uvm-tools"]
+    if "display" in capabilities:
+        paths.append("/dev/nvidia-modeset")
+    return paths
+
+
 def control_nodes(nodes: Nodes, capabilities: Capabilities) -> Iterator[DeviceNode]:
     if nodes.wsl:
         yield _node(nodes.known["/dev/dxg"], "the only node of WSL")
         return
-    paths = ["/dev/nvidiactl"]
-    if capabilities.compute_libraries:
-        paths += ["/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]
-    if "display" in capabilities:
-        paths.append("/dev/nvidia-modeset")
-    for path in paths:
+    for path in _control_paths(capabilities):
         major = NVIDIA_MAJOR if path == "/dev/nvidiactl" else -1  # the others only where they exist
         node = nodes.get(path, major, _CONTROL_MINORS.get(path, -1), "control node")
         if node is not None:
             yield node
+
+
+def unready(facts: NodeFacts, capabilities: Iterable[str]) -> tuple[str, ...]:
+    """The control nodes that a container with these capabilities needs and that this node lacks, or has by a number
+    which isn't the driver's any more: those of modules that nothing has loaded yet, or since the last start."""
+    known = Nodes(facts, "").known
+    if "/dev/dxg" in known:
+        return ()
+
+    def ready(path: str) -> bool:
+        return path in known and kernel_major(facts, path) in (-1, known[path].major)
+
+    return tuple(path for path in _control_paths(Capabilities(capabilities)) if not ready(path))
 
 
 def gpu_nodes(nodes: Nodes, gpu: Gpu) -> Iterator[DeviceNode]:

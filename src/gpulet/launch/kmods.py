@@ -1,4 +1,4 @@
-"""--load-kmods: the driver's kernel modules loaded and its device nodes made, where a node lacks them.
+"""load-kmods: the driver's kernel modules loaded and its device nodes made, where a node lacks them.
 
 Nothing here may stop a container: what fails is told and left. In a user namespace nothing is tried, as neither can be
 done there. Numbers, owner and mode of the nodes: kernel documentation admin-guide/devices.txt (195), and the driver's
@@ -36,13 +36,19 @@ def prepare(
     facts: from procfs, None where the driver isn't loaded; channels: IMEX channels whose nodes are wanted too;
     every: as for procfs.facts. Without, a node that is itself a container gives itself no GPU that it wasn't given.
     """
-    if in_user_namespace():
+    if not able(root):
         return facts
     loaded = [load(root, name, tell) for name in _missing_modules(root, facts)]
     if any(loaded):
         facts = _look(root, every)
     made = [make(root, *node, _parameters(root), tell) for node in missing_nodes(facts, channels)]
     return _look(root, every) if any(made) else facts
+
+
+def make_ready(root: str, tell: Tell) -> bool:
+    """The same for a node that nobody has looked at yet. Answers whether anything has changed."""
+    facts = _look(root, False)
+    return prepare(root, facts, (), tell) is not facts
 
 
 def _look(root: str, every: bool) -> NodeFacts | None:
@@ -60,6 +66,13 @@ def in_user_namespace(proc: str = "/proc") -> bool:
     except OSError:
         return False
     return fields != ["0", "0", str(WHOLE)]
+
+
+def able(root: str) -> bool:
+    """Whether this is the place for it: not in a user namespace, and not where the nodes would go into this machine's
+    /dev by numbers that are those of another kernel's /proc."""
+    foreign = procfs.proc_root(root) != "/" and devices.choose_dev_root(root) == "/"
+    return not foreign and not in_user_namespace()
 
 
 # -- modules

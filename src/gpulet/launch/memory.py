@@ -32,13 +32,15 @@ _NAMES = (1 << 89) - 1  # a prime: what was asked gives the file's name as its r
 
 class Memory:
     """The answer to one request. found: the Injection, None where none is remembered that counts; sonames: of its
-    libraries, path in the container -> (soname, flags in the loader's cache); assumed, lacking: see sources.Found."""
+    libraries, path in the container -> (soname, flags in the loader's cache); assumed, lacking, unready: see
+    sources.Found."""
 
     def __init__(self, request: Request, mode: str, settings: Settings) -> None:
         self.found: Injection | None = None
         self.sonames: dict[str, tuple[str, int]] = {}
         self.assumed: tuple[str, ...] = ()
         self.lacking: tuple[str, ...] = ()
+        self.unready: tuple[str, ...] = ()
         self._began = 0
         self._said: list[Any] = []
         self._states: dict[str, list[int] | None] = {}
@@ -57,6 +59,7 @@ class Memory:
                 self.sonames = {path: (name, flags) for path, (name, flags) in content["sonames"].items()}
                 self.assumed = tuple(content["assumed"])
                 self.lacking = tuple(content["lacking"])
+                self.unready = tuple(content["unready"])
                 self.found = _revived(content["injection"])
                 return self
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
@@ -103,6 +106,7 @@ class Memory:
             "injection": injection.to_data(),
             "assumed": list(self.assumed),
             "lacking": list(self.lacking),
+            "unready": list(self.unready),
             "sonames": {path: list(pair) for path, pair in sonames.items()},
         }
         _make_room(os.path.dirname(self._path))

@@ -137,7 +137,7 @@ def _answer(decision: Decision, container: Container, settings: Settings) -> tup
     from gpulet.launch import sources
 
     found = sources.find(decision.request, decision.mode, container, settings)
-    memory.assumed, memory.lacking = found.assumed, found.lacking
+    memory.assumed, memory.lacking, memory.unready = found.assumed, found.lacking, found.unready
     memory.watch(found.injection, found.looked)
     return found.injection, memory
 

@@ -13,7 +13,7 @@ import sys
 from time import perf_counter, time
 
 from gpulet import settings as settings_file
-from gpulet.errors import GpuletError, RequestError
+from gpulet.errors import CdiError, GpuletError, NodeError, RequestError
 from gpulet.launch import call as calls
 from gpulet.settings import Settings
 from gpulet.version import __version__
@@ -72,7 +72,7 @@ def create(call: calls.Call, settings: Settings) -> None:
     times = [perf_counter()]
     bundle = Bundle(call.config_path(), settings)
     times.append(perf_counter())
-    plan = bundle.plan(settings)
+    plan = _plan(call, bundle, settings)
     times.append(perf_counter())
     if plan.laid or not plan.work.empty():
         from gpulet.launch.carry import carry_out
@@ -95,6 +95,32 @@ def create(call: calls.Call, settings: Settings) -> None:
         return
     spent = zip(("decide", "plan", "prepare", "write"), times, times[1:], strict=False)
     _tell(_own_log(call, settings), bundle, plan, " ".join(f"{phase}={(b - a) * 1e3:.1f}" for phase, a, b in spent))
+
+
+def _plan(call: calls.Call, bundle: Bundle, settings: Settings) -> Plan:
+    """The plan. Where this node lacks modules or device nodes for it, as after a start of the machine, they are loaded
+    and made first, if load-kmods says so. Raises what Bundle.plan raises."""
+    try:
+        plan = bundle.plan(settings)
+    except (NodeError, CdiError):
+        if not _made_ready(call, settings):
+            raise
+    else:
+        memory = plan.memory
+        unready = memory.unready if memory and memory.found is None else ()  # it isn't tried for every container
+        if not unready or not _made_ready(call, settings):
+            return plan
+    return bundle.plan(settings)
+
+
+def _made_ready(call: calls.Call, settings: Settings) -> bool:
+    """Does what load-kmods stands for. Answers whether anything has changed."""
+    if not settings.cli_load_kmods:
+        return False
+    from gpulet.launch import kmods
+
+    log = _own_log(call, settings)
+    return kmods.make_ready(settings.driver_root(), lambda text: log.write("info", f"load-kmods: {text}"))
 
 
 def _result(bundle: Bundle) -> str:
@@ -156,6 +182,11 @@ def _tell(log: Log, bundle: Bundle, plan: Plan, spent: str) -> None:
         log.write("warning", f"requirement taken as met: {term}: nothing is known of that here without NVML")
     for name in plan.memory.lacking if plan.memory else ():
         log.write("warning", f"capability {name} in this node's driver; install its package")
+    if plan.memory and plan.memory.unready:
+        from gpulet.injection.nodes import NO_UVM, UVM
+
+        if UVM in plan.memory.unready:
+            log.write("warning", NO_UVM)
     inside = oci.seen_inside(bundle.config, plan.injection.gids)
     for gid in plan.injection.gids:
         if gid not in inside:

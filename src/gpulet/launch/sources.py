@@ -26,13 +26,14 @@ USUAL_LISTS = ("l4t.csv", "drivers.csv", "devices.csv")
 
 class Found(Value):
     """An Injection; the folders and files of the host that it was made from, () where it can't be known whether the
-    next look would give the same; requirements that were taken as met, as nothing is known of what they ask; and what
-    of the driver capabilities that were asked for isn't installed here."""
+    next look would give the same; requirements that were taken as met, as nothing is known of what they ask; what of
+    the driver capabilities that were asked for isn't installed here; and see nodes.unready."""
 
     injection: Injection
     looked: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
+    unready: tuple[str, ...] = ()
 
 
 def find(request: Request, mode: str, container: Container, settings: Settings) -> Found:
@@ -132,7 +133,7 @@ def _resolve(names: tuple[str, ...], request: Request, settings: Settings) -> In
 
 
 def _from_node(request: Request, settings: Settings) -> Found:
-    from gpulet.injection import build
+    from gpulet.injection import build, nodes
     from gpulet.launch.places import looked_into
     from gpulet.node import driver, driver_files, procfs
 
@@ -150,6 +151,7 @@ def _from_node(request: Request, settings: Settings) -> Found:
         else:
             gated = build.gated(facts, request.gated, root=root)
             return Found(build.merge([found, build.imex(facts, request.imex), gated]), assumed=assumed)
+    unready = nodes.unready(facts, request.capabilities)
     files = driver.find(root, version=facts.driver, ldcache=settings.cli_ldcache)
     if set(DRIVER_CAPABILITIES) <= set(request.capabilities):
         request = request.replace(capabilities=("all",))  # with the files that belong to none of them
@@ -163,7 +165,8 @@ def _from_node(request: Request, settings: Settings) -> Found:
         injection = injection.replace(rootfs=less(injection.rootfs, settings.jit_disable_hooks))
     known = facts.source == "procfs" and not any(gpu.mig_enabled or not gpu.uuid for gpu in facts.gpus)
     looked = looked_into(files, facts.dev_root, settings.cli_ldcache, request.gated) if known else ()
-    return Found(injection.replace(gids=()) if settings.no_device_gids else injection, looked, assumed, lacking)
+    injection = injection.replace(gids=()) if settings.no_device_gids else injection
+    return Found(injection, looked, assumed, lacking, unready)
 
 
 def _check_requirements(request: Request, settings: Settings, facts: NodeFacts | None) -> tuple[str, ...]:
