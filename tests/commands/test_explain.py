@@ -17,7 +17,6 @@ from gpulet.errors import UsageError
 from gpulet.launch import programs
 from gpulet.launch.beside import Laid
 from gpulet.sim import node as sim
-from support import driver_tree
 from support.containers import config, pod
 from support.machine import Machine
 
