@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "gpulet"
 
 # room -> the rooms that it may import from; everything may import `ground`
-GROUND = {"errors", "value", "codec", "linux", "mount_api", "version"}
+GROUND = {"errors", "value", "codec", "goyaml", "linux", "mount_api", "version"}
 LAYERS: dict[str, set[str]] = {
     "node": set(),
     "settings": {"node"},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpulet.errors import CdiError
-from gpulet.injection import cdi
+from gpulet.injection import cdi, oci
 from gpulet.injection.model import DeviceNode, Hook, RootfsWork, SymLink
 
 
@@ -57,7 +57,7 @@ def test_two_files_of_one_folder_with_one_name_conflict_and_spoil_that_name_alon
     ("content", "reason"),
     [
         (spec("0") | {"foo": 1}, "'foo'"),
-        (spec("0", deviceNodes=[{"path": "/dev/x", "hostpath": "/dev/y"}]), "'hostpath'"),
+        (spec("0", deviceNodes=[{"path": "/dev/x", "hostspath": "/dev/y"}]), "'hostspath'"),
         (spec("0", version="0.4.0"), "0.5.0 or newer, because of device name '0'"),
         (
             spec("gpu0", version="0.3.0", mounts=[{"hostPath": "a", "containerPath": "/a", "type": "tmpfs"}]),
@@ -76,6 +76,7 @@ def test_two_files_of_one_folder_with_one_name_conflict_and_spoil_that_name_alon
         (spec("a", deviceNodes=[{"path": "/dev/x", "type": "q"}]), "type of device"),
         (spec("a", deviceNodes=[{"path": "/dev/x", "permissions": "rx"}]), "permissions"),
         (spec("a", deviceNodes=[{"path": "/dev/x", "major": "195"}]), "wrong type"),
+        (spec("a", deviceNodes=[{"path": "/dev/x", "major": 195.5}]), "wrong type"),
         (spec("a", hooks=[{"hookName": "later", "path": "/x"}]), "hookName"),
         (spec("a", mounts=[{"hostPath": "/x"}]), "containerPath"),
         (spec("a", version="0.7.0", intelRdt={"closID": "a/b"}), "closID"),
@@ -98,6 +99,33 @@ def test_a_broken_file_is_named_with_its_reason_and_hides_no_other(
     with pytest.raises(CdiError) as raised:
         registry.resolve(["nvidia.com/gpu=0"])
     assert bad in str(raised.value) and reason in str(raised.value) and str(tmp_path) in str(raised.value)
+
+
+BY_HAND = """
+Kind: nvidia.com/gpu
+CDIVersion: 0.5.0
+devices:
+- name: 0
+  containerEdits: {deviceNodes: [{path: /dev/a, type: c, major: 195.0, fileMode: 0o640}]}
+- name: 1:0
+  containerEdits: {devicenodes: [{path: /dev/b, type: c, major: 195, filemode: 0640}]}
+- {name: yes, containerEdits: {mounts: [{hostPath: /, containerPath: /c, options: [1.5, 2.0, true]}]}}
+- {name: 2024-01-01, containerEdits: {env: [A=1]}}
+"""
+
+
+def test_a_spec_written_by_hand_is_read_as_cdis_own_library_reads_it(tmp_path: Path) -> None:
+    put(tmp_path, "a.yaml", BY_HAND)
+    registry = cdi.Registry([str(tmp_path)])
+    assert registry.names() == [f"nvidia.com/gpu={name}" for name in ("0", "1:0", "2024-01-01", "true")]
+    found = registry.resolve(registry.names())
+    assert [(node.major, node.mode) for node in found.devices] == [(195, 0o640), (195, 0o640)]
+    assert found.mounts[0].options == ("1.5", "2", "true")
+
+
+def test_empty_resource_control_is_an_edit(tmp_path: Path) -> None:
+    put(tmp_path, "a.json", spec("a", version="0.7.0", intelRdt={}))
+    assert cdi.Registry([str(tmp_path)]).names() == ["nvidia.com/gpu=a"]
 
 
 def test_only_json_and_yaml_files_right_in_the_folder(tmp_path: Path) -> None:
@@ -189,6 +217,24 @@ def test_what_a_device_node_leaves_open_is_looked_up_on_the_host(tmp_path: Path)
     put(tmp_path, "a.json", spec("a", deviceNodes=[{"path": "/dev/x", "hostPath": str(host), "type": "b"}]))
     with pytest.raises(CdiError, match="another type"):
         cdi.Registry([str(tmp_path)]).resolve(["nvidia.com/gpu=a"])
+    whole = {"path": "/dev/x", "hostPath": str(host), "type": "b", "major": 7}  # says all: the host's isn't asked
+    put(tmp_path, "a.json", spec("a", deviceNodes=[whole]))
+    (node,) = cdi.Registry([str(tmp_path)]).resolve(["nvidia.com/gpu=a"]).devices
+    assert (node.type, node.major, node.minor, node.mode) == ("b", 7, 0, 0o640)
+
+
+def test_an_owner_that_a_spec_names_is_the_owner_root_too(tmp_path: Path) -> None:
+    node = {"path": "/dev/x", "type": "c", "major": 240}
+    put(tmp_path, "a.json", spec("a", deviceNodes=[node | {"uid": 0, "gid": 0}]))
+    put(tmp_path, "b.json", spec("b", deviceNodes=[node | {"uid": 7}]))
+    registry = cdi.Registry([str(tmp_path)])
+    before = {"process": {"user": {"uid": 1000, "gid": 1000}}}
+
+    def owner(name: str) -> tuple[int, int]:
+        (entry,) = oci.apply(before, registry.resolve([f"nvidia.com/gpu={name}"]))["linux"]["devices"]
+        return entry.get("uid", 0), entry.get("gid", 0)
+
+    assert [owner("a"), owner("b")] == [(0, 0), (7, 1000)]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from gpulet import codec
 from gpulet.errors import CdiError
 from gpulet.injection import cdi_rules
 from gpulet.injection.cdi_hooks import hook_of
-from gpulet.injection.model import DeviceNode, Hook, Injection, Mount
+from gpulet.injection.model import ROOT, DeviceNode, Hook, Injection, Mount
 from gpulet.version import __version__
 
 TYPE_CHECKING = False
@@ -46,9 +46,9 @@ def parse(data: bytes) -> Any:
     """What a YAML or JSON text holds, the first document of it; keys that occur twice are refused. Raises CdiError."""
     import yaml
 
-    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    from gpulet import goyaml
 
-    class Loader(base):  # type: ignore[misc]
+    class Loader(goyaml.loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader))):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys = [self.construct_object(key, deep=True) for key, _value in node.value]
             if len(set(map(str, keys))) != len(keys):
@@ -70,7 +70,7 @@ def read_spec(path: str) -> dict[str, Any]:
     """One file's spec, checked. Raises CdiError that names the file."""
     try:
         data = _content(path)
-        spec = _parse_json(data) if path.endswith(".json") else parse(data)
+        spec = cdi_rules.as_decoded(_parse_json(data) if path.endswith(".json") else parse(data))
         cdi_rules.check(spec)
     except OSError as error:
         raise CdiError(f"CDI spec {path}", seen=error.strerror) from error
@@ -268,11 +268,12 @@ def _stale(path: str, what: str, seen: object) -> CdiError:
 def device_node(item: Mapping[str, Any], path: str) -> DeviceNode:
     """One deviceNodes entry, with what it leaves open looked up at its host path. `path` names its spec file.
 
-    Raises CdiError where the host has no such device and the entry doesn't say type and major itself, or where it is
-    of another type.
+    Raises CdiError where the entry doesn't say type and major itself, and the host has no such device or one of another
+    type.
     """
     host = item.get("hostPath") or item["path"]
     kind, major, minor = item.get("type") or "", item.get("major") or 0, item.get("minor") or 0
+    said = kind == "p" or bool(kind and major)
     try:
         info = os.lstat(host)
         real = _TYPES.get(info.st_mode & 0o170000, "")
@@ -282,16 +283,16 @@ def device_node(item: Mapping[str, Any], path: str) -> DeviceNode:
     else:
         reason = None if real else "not a device node"
     if info is None or not real:
-        if not kind or (not major and kind != "p"):
+        if not said:
             raise _stale(path, f"device node {host}", reason)
         mode = item.get("fileMode")
         return DeviceNode(
             item["path"], host, major, minor, kind, 0o666 if mode is None else mode, *_owner(item), _access(item),
             f"CDI spec {path}",
         )  # fmt: skip
-    if kind and {"u": "c"}.get(kind, kind) != real:  # "u" is a character device, unbuffered
+    if kind and not said and {"u": "c"}.get(kind, kind) != real:  # "u" is a character device, unbuffered
         raise _stale(path, f"device node {host} is of another type", f"{real}, the spec says {kind}")
-    if not major and real != "p":
+    if not major and not said and real != "p":
         major, minor = os.major(info.st_rdev), os.minor(info.st_rdev)
     mode = item.get("fileMode")
     return DeviceNode(
@@ -301,7 +302,9 @@ def device_node(item: Mapping[str, Any], path: str) -> DeviceNode:
 
 
 def _owner(item: Mapping[str, Any]) -> tuple[int, int]:
-    return item.get("uid") or 0, item.get("gid") or 0
+    said = item.get("uid"), item.get("gid")
+    uid, gid = (0 if one is None else one or ROOT for one in said)  # a specification's 0 is root, not nothing said
+    return uid, gid
 
 
 def _access(item: Mapping[str, Any]) -> str:

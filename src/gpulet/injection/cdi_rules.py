@@ -59,6 +59,12 @@ _FIELDS: dict[str, dict[str, type]] = {
 _ITEMS: dict[str, type] = {
     "env": str, "args": str, "options": str, "schemata": str, "additionalGids": int,
 }  # fmt: skip
+# What stands in a field as an object of its own, or as a list of such.
+_INSIDE = {
+    "devices": "device",
+    "containerEdits": "edits",
+    **{name: name for name in ("deviceNodes", "netDevices", "hooks", "mounts", "intelRdt")},
+}
 _UNSIGNED = frozenset({"uid", "gid", "fileMode", "additionalGids"})  # of 32 bits
 
 
@@ -151,6 +157,34 @@ def minimum_version(spec: Mapping[str, Any]) -> str:
 
 
 # -- validation of a whole spec --
+
+
+def as_decoded(value: Any, kind: str = "spec") -> Any:
+    """A parsed spec as Go's decoder hands it to CDI's library, which is what people try theirs with: a field's name may
+    be in other letters, a text may be written as a number (`name: 0`), and a whole number with a point."""
+    if isinstance(value, list):
+        return [as_decoded(one, kind) for one in value]
+    if not isinstance(value, dict):
+        return value
+    names = {name.lower(): name for name in _FIELDS[kind]}
+    decoded = {}
+    for written, item in value.items():
+        name = names.get(str(written).lower(), str(written))
+        if name in _INSIDE and name in _FIELDS[kind]:
+            item = as_decoded(item, _INSIDE[name])
+        else:
+            wanted = _ITEMS.get(name) or _FIELDS[kind].get(name)
+            item = [_as(wanted, one) for one in item] if isinstance(item, list) else _as(wanted, item)
+        decoded[name] = item
+    return decoded
+
+
+def _as(wanted: type | None, item: Any) -> Any:
+    if isinstance(item, float) and item.is_integer():
+        item = int(item) if wanted in (int, str) else item
+    if wanted is str and isinstance(item, (bool, int, float)):
+        return str(item).lower()
+    return item
 
 
 def _check_fields(value: Any, kind: str, where: str) -> None:
@@ -257,7 +291,8 @@ def check(spec: Any) -> None:
         if name in names:
             raise _bad("two devices of one name", repr(name))
         names.add(name)
-        if not any((device.get("containerEdits") or {}).values()):
+        edits = device.get("containerEdits") or {}
+        if not any(edits.values()) and edits.get("intelRdt") is None:  # of which an empty one is a class of its own
             raise _bad(f"device {name!r} has no edits", device.get("containerEdits"))
         check_edits(device["containerEdits"], f"device {name!r}")
     for version, why in needs(spec):

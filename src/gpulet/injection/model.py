@@ -10,9 +10,12 @@ import os
 
 from gpulet.value import Value
 
+ROOT = -1  # a node's owner that is said to be root: 0 is what nobody says anything of
+
 
 class DeviceNode(Value):
-    """A device node in the container. mode: permission bits; access: the cgroup rule's letters out of "rwm"."""
+    """A device node in the container. mode: permission bits; uid, gid: 0 for the container's user, ROOT for root;
+    access: the cgroup rule's letters out of "rwm"."""
 
     path: str
     host_path: str

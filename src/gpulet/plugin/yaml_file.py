@@ -1,44 +1,24 @@
 """The YAML file as plain data, read as the peer reads it; whatever is in it, the worst that comes out is a ConfigError.
 
-The peer's parser (goyaml 2) differs from PyYAML: bare y and n are booleans, 1e3 is a number, dates and 1:30 are text,
-only the first document counts, and keys are text always.
+Plain words are what the peer's parser takes them for (see goyaml.py), only the first document counts, and keys are text
+always.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
+from gpulet import goyaml
 from gpulet.errors import ConfigError
 from gpulet.plugin import files
 from gpulet.plugin.document import Keys, Place, get
 
 DEEPEST, MOST = 30, 20_000  # levels; values, aliases counted in full: a file of a few lines can stand for billions
-_TAG = "tag:yaml.org,2002:"
-_OURS = tuple(_TAG + kind for kind in ("bool", "int", "float", "timestamp"))
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's with the peer's idea of a plain scalar."""
-
-    bool_values: ClassVar[dict[str, bool]] = {**yaml.SafeLoader.bool_values, "y": True, "n": False}
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [row for row in rows if row[0] not in _OURS]
-        for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-for _kind, _pattern, _first in (
-    ("bool", "y|Y|n|N|yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
-    ("int", "[-+]?(0b[01_]{1,64}|0x[0-9a-fA-F_]{1,40}|[0-9][0-9_]{0,39})", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]{1,40}|[0-9]{1,40}(\.[0-9]{0,40})?)([eE][-+]?[0-9]{1,3})?|[-+]?\.(inf|Inf|INF)"
-              r"|\.(nan|NaN|NAN)", "-+.0123456789"),
-):  # fmt: skip
-    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"(?:{_pattern})$"), list(_first))
+_Loader: Any = goyaml.loader(yaml.SafeLoader)
 
 
 def read(path: str) -> tuple[dict[str, Any], Place]:
