@@ -186,6 +186,12 @@ def test_mounts_with_one_destination_are_one_and_parents_come_first() -> None:
     assert after[0] == {"destination": "/a", "source": "/s", "type": "bind", "options": ["bind"]}
 
 
+def test_a_mount_that_is_there_already_keeps_its_place() -> None:
+    beside = Mount("/s", "/usr/lib/other", kind="other")
+    once = oci.apply(oci.apply({}, Injection(mounts=(LIBRARY,))), Injection(mounts=(beside,)))
+    assert oci.apply(once, Injection(mounts=(LIBRARY,))) == once
+
+
 def test_hooks_are_added_once_and_replaced_whole() -> None:
     before = oci.add_hook({"hooks": {"poststop": [{"path": "/z", "unknown": 1}], "prestart": None}}, HOOK)
     assert oci.add_hook(before, HOOK) == before

@@ -123,17 +123,27 @@ def _allow(rules: list[dict[str, Any]], node: DeviceNode) -> None:
 
 
 def _with_mounts(mounts: list[dict[str, Any]], added: tuple[Mount, ...]) -> list[dict[str, Any]]:
-    """Replaced by destination, then ordered by depth so that a parent never hides what is mounted beneath it."""
+    """Replaced where one of that destination stands, else appended; then ordered by depth so that a parent never hides
+    what is mounted beneath it."""
     taken = {place(mount.path): mount for mount in added}
-    merged = [entry for entry in mounts if place(entry.get("destination")) not in taken]
-    for mount in taken.values():
-        entry: dict[str, Any] = {"destination": mount.path, "source": mount.source}
-        if mount.type:
-            entry["type"] = mount.type
-        if mount.options:
-            entry["options"] = list(mount.options)
-        merged.append(entry)
+    waiting, merged = dict(taken), []
+    for entry in mounts:
+        where = place(entry.get("destination"))
+        if where not in taken:
+            merged.append(entry)
+        elif where in waiting:
+            merged.append(_mount(waiting.pop(where)))
+    merged += map(_mount, waiting.values())
     return sorted(merged, key=lambda entry: place(entry.get("destination")).rstrip("/").count("/"))
+
+
+def _mount(mount: Mount) -> dict[str, Any]:
+    entry: dict[str, Any] = {"destination": mount.path, "source": mount.source}
+    if mount.type:
+        entry["type"] = mount.type
+    if mount.options:
+        entry["options"] = list(mount.options)
+    return entry
 
 
 def place(destination: str | None) -> str:
