@@ -313,6 +313,21 @@ def test_legacy_adds_at_once_what_the_container_cli_does_not_give(machine: Machi
     assert len(after["hooks"]["prestart"]) == 1
 
 
+@pytest.mark.parametrize(("feature", "groups"), [("", (44,)), ("no-additional-gids-for-device-nodes = true", ())])
+@pytest.mark.root
+def test_legacy_opens_the_nodes_for_drawing_to_the_user(
+    machine: Machine, feature: str, groups: tuple[int, ...]
+) -> None:
+    machine.configure(runtime="mode = 'legacy'", rest=f"[features]\n{feature}\n")
+    (machine.root / "dev/dri").mkdir()
+    os.mknod(machine.root / "dev/dri/card1", 0o020660, os.makedev(226, 1))
+    os.chown(machine.root / "dev/dri/card1", 0, 44)
+    (machine.root / "sys/bus/pci/devices/0000:19:00.0/drm/card1").mkdir(parents=True)
+    after = machine.create(config(f"{V}=0", "NVIDIA_DRIVER_CAPABILITIES=graphics"))
+    assert [node["path"] for node in after["linux"]["devices"]] == ["/dev/dri/card1"]
+    assert tuple(after["process"]["user"].get("additionalGids", ())) == groups
+
+
 def test_forward_compatibility_by_hook_in_legacy(machine: Machine) -> None:
     rest = "[nvidia-container-runtime.modes.legacy]\ncuda-compat-mode = 'hook'\n"
     machine.configure(runtime="mode = 'legacy'", rest=rest)

@@ -58,6 +58,7 @@ def beyond_the_cli(request: Request, settings: Settings) -> Injection:
     if not (request.gated or graphics or compat):
         return Injection()
     from gpulet.injection import build
+    from gpulet.injection.nodes import gids_of
     from gpulet.node import procfs
 
     root = settings.driver_root()
@@ -66,7 +67,8 @@ def beyond_the_cli(request: Request, settings: Settings) -> Injection:
     if graphics:
         found = build.device(facts, build.select(facts, request.devices), ("graphics",))
         nodes = tuple(node for node in found.devices if node.path.startswith("/dev/dri/"))
-        parts.append(Injection(nodes, rootfs=RootfsWork(found.rootfs.links)))
+        gids = () if settings.no_device_gids else gids_of(nodes)
+        parts.append(Injection(nodes, gids=gids, rootfs=RootfsWork(found.rootfs.links)))
     if compat and build.forward_compatible(build.select(facts, request.devices).gpus):
         parts.append(Injection(rootfs=RootfsWork(host_driver=facts.driver)))
     return build.merge(parts)
