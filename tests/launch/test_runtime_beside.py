@@ -59,6 +59,12 @@ def test_links_in_a_new_dev_become_one_mount() -> None:
     assert "ro" in mounts[0].options
 
 
+def test_our_own_mount_of_an_earlier_run_is_in_nobodys_way() -> None:
+    _, _, mounts = first = beside.device_links({"mounts": [DEV]}, RootfsWork(LINKS), "/run/g")
+    again = {"mounts": [DEV, {"destination": BY_PATH, "source": mounts[0].source}]}
+    assert beside.device_links(again, RootfsWork(LINKS), "/run/g") == first
+
+
 @pytest.mark.parametrize(
     "spec",
     [

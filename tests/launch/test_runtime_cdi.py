@@ -290,6 +290,14 @@ def test_a_tegra_goes_by_its_lists(tegra: Machine, env: tuple[str, ...], nodes_w
 
 
 @pytest.mark.root
+@pytest.mark.parametrize("mode", ["jit-cdi", "cdi"])
+def test_a_tegra_goes_by_its_lists_in_every_mode_that_asks_the_node(tegra: Machine, mode: str) -> None:
+    lists = f"[nvidia-container-runtime.modes.csv]\nmount-spec-path = '{tegra.folder}/lists'\n"
+    tegra.configure(runtime=f"mode = '{mode}'", rest=lists)
+    assert nodes(tegra.create(config(f"{V}=runtime.nvidia.com/gpu=all"))) == ["nvhost-gpu"]
+
+
+@pytest.mark.root
 def test_a_tegra_has_one_gpu(tegra: Machine) -> None:
     tegra.make(config(f"{V}=1"))
     done = tegra.run("gpulet-runtime", "create", "--bundle", str(tegra.bundle), "x")

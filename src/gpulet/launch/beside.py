@@ -114,9 +114,9 @@ def device_links(
             folders.setdefault(place, []).append((name, link.target))
     mounts, laid = [], []
     for place, links in folders.items() if folders and _dev_is_new(config) else ():
-        if not _taken(config, place):
-            links = sorted(links)
-            path = named(folder, "links", repr(links).encode())
+        links = sorted(links)
+        path = named(folder, "links", repr(links).encode())
+        if not _taken(config, place, path):
             laid.append(Laid(path, links=tuple(links)))
             mounts.append(Mount(path, place, OPTIONS, why="links beside device nodes"))
     places = {mount.path for mount in mounts}
@@ -131,8 +131,9 @@ def _dev_is_new(config: dict[str, Any]) -> bool:
     return kinds == ["tmpfs"] and not (config.get("linux") or {}).get("mountLabel")
 
 
-def _taken(config: dict[str, Any], place: str) -> bool:
-    there = [str(mount.get("destination")) for mount in config.get("mounts") or ()]
+def _taken(config: dict[str, Any], place: str, ours: str) -> bool:
+    """ours: the source of our own mount, which an earlier run may have put in."""
+    there = [str(mount.get("destination")) for mount in config.get("mounts") or () if mount.get("source") != ours]
     there += [str(node.get("path")) for node in (config.get("linux") or {}).get("devices") or ()]
     return any(f"{path}/".startswith(f"{place}/") for path in there)
 

@@ -44,7 +44,7 @@ def find(request: Request, mode: str, container: Container, settings: Settings) 
         looked = [*settings.cdi_spec_dirs, *_files(settings.cdi_spec_dirs)]
         return Found(_resolve(names, request, settings), tuple(looked), assumed)
     request = request.replace(devices=tuple(device.removeprefix(AUTOMATIC) for device in request.devices))
-    if mode == "csv" or (settings.mode == "auto" and _is_tegra(settings.driver_root())):
+    if mode == "csv" or _is_tegra(settings.driver_root()):
         assumed = _check_requirements(request, settings, None)
         return Found(_from_lists(request, container, settings), assumed=assumed)
     return _from_node(request, settings)
