@@ -233,6 +233,13 @@ def test_people_read_the_rules_the_plan_and_the_trap(machine: Machine) -> None:
     assert 'grants = "kubelet"' in text
 
 
+def test_a_mount_without_a_destination_is_the_engines_and_no_bug_of_ours(machine: Machine) -> None:
+    machine.make(config(f"{V}=1") | {"mounts": [{"source": "proc"}, {"source": "sysfs"}]})
+    done = explain(machine, "bundle", str(machine.bundle))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "What goes in" in done.stdout
+
+
 def test_a_container_left_alone(machine: Machine) -> None:
     machine.make(config("A=1"))
     text = explain(machine, "bundle", str(machine.bundle)).stdout

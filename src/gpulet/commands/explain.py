@@ -212,7 +212,7 @@ def _show_plan(console: Console, bundle: Bundle, plan: Plan, head: str) -> None:
     known = [*(bundle.config.get("mounts") or ()), *({"destination": mount.path} for mount in injection.mounts)]
     places = [mount.get("destination") for mount in known]
     for entry in plan.config.get("mounts") or ():
-        if entry["destination"] not in places:
+        if entry.get("destination") not in places:
             _item(console, "mount", f"{entry['destination']} <- {entry['source']}", "laid in the state folder")
     before = set((bundle.config.get("process") or {}).get("env") or ())
     for entry in (plan.config.get("process") or {}).get("env") or ():
