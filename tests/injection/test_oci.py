@@ -120,6 +120,14 @@ def test_a_container_starts_whose_user_namespace_lacks_the_group(tmp_path: Path,
     assert "44" not in next(line for line in done.stdout.splitlines() if line.startswith("Groups:")).split()
 
 
+def test_a_node_that_a_mount_brings_is_not_made_as_well() -> None:
+    before = config()
+    before["mounts"].append({"destination": "/dev//nvidia1", "source": "/dev/nvidia1", "options": ["rbind"]})
+    linux = oci.apply(before, EVERYTHING)["linux"]
+    assert "/dev/nvidia1" not in [node["path"] for node in linux.get("devices", [])]
+    assert ALLOW in linux["resources"]["devices"]
+
+
 def test_nothing_to_do_changes_nothing_not_even_the_order_of_mounts() -> None:
     assert oci.apply(config(), Injection()) == config()
 

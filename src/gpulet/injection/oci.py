@@ -96,9 +96,12 @@ def _with_devices(config: dict[str, Any], nodes: tuple[DeviceNode, ...]) -> dict
     user = (config.get("process") or {}).get("user") or {}
     devices = list(linux.get("devices") or [])
     rules = list(resources.get("devices") or [])
+    mounted = {place(entry.get("destination")) for entry in config.get("mounts") or ()}
     for node in nodes:
-        devices = [entry for entry in devices if entry.get("path") != node.path]
-        devices.append(_device(node, user))
+        # a privileged container of a rootless podman has the host's nodes as mounts: runc fails on one that is both
+        if node.path not in mounted:
+            devices = [entry for entry in devices if entry.get("path") != node.path]
+            devices.append(_device(node, user))
         if node.type in ("b", "c"):
             _allow(rules, node)
     return {**linux, "devices": devices, "resources": {**resources, "devices": rules}}
