@@ -225,6 +225,22 @@ def test_an_unknown_capability_stops_legacy_and_is_left_out_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
+    "said",
+    ["CUDA_VERSION=cu118", "NVIDIA_REQUIRE_CUDA=foo", "NVIDIA_REQUIRE_CUDA=cuda>=1.0 cuda>=x", "NVIDIA_REQUIRE_X=cuda"],
+)
+def test_a_requirement_that_cannot_be_read_is_passed_over_with_a_warning(said: str) -> None:
+    decision = decide(container(f"{V}=0", said, "NVIDIA_REQUIRE_DRIVER=driver>=450"), Settings())
+    assert decision.request.requirements == ("driver>=450",)
+    (told,) = [rule for rule in decision.trace if rule.level == "warning" and rule.name == "requirements"]
+    assert told.input == said
+
+
+def test_a_cuda_version_that_cannot_be_read_stops_legacy() -> None:
+    with pytest.raises(RequestError, match="CUDA_VERSION"):
+        asked(f"{V}=0", "CUDA_VERSION=cu118", settings=Settings(mode="legacy"))
+
+
+@pytest.mark.parametrize(
     ("value", "wanted"),
     [
         ('"all"', ALL_OF_THEM),

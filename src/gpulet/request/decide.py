@@ -74,7 +74,7 @@ def decide(
         devices=wish.devices,
         variable=wish.variable,
         capabilities=capabilities(container, settings, trace, strict=mode == "legacy"),
-        requirements=collect(container, settings, trace),
+        requirements=collect(container, settings, trace, strict=mode in ("legacy", "csv")),
         imex=channels(word, settings, trace),
         gated=_gated(word, trace),
         mig_config=mig_config,

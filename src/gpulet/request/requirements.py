@@ -74,22 +74,38 @@ def brands_of(model: str) -> tuple[str, ...]:
     return next((brands for family, brands in _FAMILIES.items() if family.lower() in model.lower()), ())
 
 
-def collect(container: Container, settings: Settings, trace: Trace) -> tuple[str, ...]:
-    """The container's expressions, in the order of its environment; a legacy image's CUDA_VERSION is one."""
+def collect(container: Container, settings: Settings, trace: Trace, *, strict: bool = True) -> tuple[str, ...]:
+    """The container's expressions, in the order of its environment; a legacy image's CUDA_VERSION is one.
+
+    strict: whether one that can't be read raises RequestError. Else it is left out with a warning: what it asks for
+    isn't known, and the image runs under the peer's CDI modes, which read none.
+    """
     names = dict.fromkeys(
         name for name, _ in container.env if name.startswith(PREFIX) and not name.startswith(PREFIX + "JETPACK")
     )
-    found = [(name, container.variable(name) or "") for name in names]
     disabled = container.variable(SWITCH)
     if settings.disable_require or disabled in _TRUE:
         where = settings.where("disable_require") if settings.disable_require else container.position(SWITCH)
         trace.note("requirements", SWITCH, where, "switched off")
         return ()
     if is_legacy_image(container):
-        found.append(("CUDA_VERSION", f"cuda>={_major_minor(container.variable('CUDA_VERSION') or '')}"))
-    for name, value in found:
-        trace.note("requirements", value, container.position(name), "to be held against the node")
-    return tuple(value for _, value in found)
+        names["CUDA_VERSION"] = None
+    found = []
+    for name in names:
+        value, position = container.variable(name) or "", container.position(name)
+        try:
+            if name == "CUDA_VERSION":
+                value = f"cuda>={_major_minor(value)}"
+            elif not strict:
+                _check_readable(value)
+        except RequestError as error:
+            if strict:
+                raise
+            trace.warn("requirements", f"{name}={value}", position, f"passed over: {error}")
+            continue
+        trace.note("requirements", value, position, "to be held against the node")
+        found.append(value)
+    return tuple(found)
 
 
 def _major_minor(version: str) -> str:
@@ -139,6 +155,12 @@ def evaluate(expression: str, subject: Subject) -> tuple[bool, tuple[Clause, ...
         else:
             return True, tuple(clauses)
     return not alternatives, tuple(clauses)
+
+
+def _check_readable(expression: str) -> None:
+    for term in expression.replace(" ", ",").split(","):
+        if term:
+            _judge(term, Subject("0", "0", "0", "none"))
 
 
 def _unmet(expression: str, clauses: tuple[Clause, ...]) -> RequirementNotMet:
