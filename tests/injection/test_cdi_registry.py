@@ -77,6 +77,7 @@ def test_two_files_of_one_folder_with_one_name_conflict_and_spoil_that_name_alon
         (spec("a", deviceNodes=[{"path": "/dev/x", "permissions": "rx"}]), "permissions"),
         (spec("a", deviceNodes=[{"path": "/dev/x", "major": "195"}]), "wrong type"),
         (spec("a", deviceNodes=[{"path": "/dev/x", "major": 195.5}]), "wrong type"),
+        (spec("a", deviceNodes=[{"path": "/dev/x", "major": 1 << 63}]), "out of range"),
         (spec("a", hooks=[{"hookName": "later", "path": "/x"}]), "hookName"),
         (spec("a", mounts=[{"hostPath": "/x"}]), "containerPath"),
         (spec("a", version="0.7.0", intelRdt={"closID": "a/b"}), "closID"),
@@ -109,7 +110,7 @@ devices:
   containerEdits: {deviceNodes: [{path: /dev/a, type: c, major: 195.0, fileMode: 0o640}]}
 - name: 1:0
   containerEdits: {devicenodes: [{path: /dev/b, type: c, major: 195, filemode: 0640}]}
-- {name: yes, containerEdits: {mounts: [{hostPath: /, containerPath: /c, options: [1.5, 2.0, true]}]}}
+- {name: yes, containerEdits: {mounts: [{hostPath: /, containerPath: /c, options: [1.5, 2.0, true, ]}], hooks: [{hookName: poststop, path: /x, args: [x, null]}]}}
 - {name: 2024-01-01, containerEdits: {env: [A=1]}}
 """
 
@@ -120,7 +121,7 @@ def test_a_spec_written_by_hand_is_read_as_cdis_own_library_reads_it(tmp_path: P
     assert registry.names() == [f"nvidia.com/gpu={name}" for name in ("0", "1:0", "2024-01-01", "true")]
     found = registry.resolve(registry.names())
     assert [(node.major, node.mode) for node in found.devices] == [(195, 0o640), (195, 0o640)]
-    assert found.mounts[0].options == ("1.5", "2", "true")
+    assert (found.mounts[0].options, found.hooks[0].args) == (("1.5", "2", "true"), ("x", ""))
 
 
 def test_empty_resource_control_is_an_edit(tmp_path: Path) -> None:

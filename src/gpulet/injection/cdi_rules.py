@@ -174,7 +174,8 @@ def as_decoded(value: Any, kind: str = "spec") -> Any:
             item = as_decoded(item, _INSIDE[name])
         else:
             wanted = _ITEMS.get(name) or _FIELDS[kind].get(name)
-            item = [_as(wanted, one) for one in item] if isinstance(item, list) else _as(wanted, item)
+            several = isinstance(item, list)
+            item = [_as(wanted, "" if one is None else one) for one in item] if several else _as(wanted, item)
         decoded[name] = item
     return decoded
 
@@ -207,6 +208,8 @@ def _check_one(item: Any, wanted: type, where: str, unsigned: bool) -> None:
         raise _bad(f"{where} can't be handed to the system", repr(item[:80]), "text without NUL, in whole characters")
     if unsigned and isinstance(item, int) and not 0 <= item < 1 << 32:
         raise _bad(f"{where} is out of range", item, "a number from 0 to 2^32 - 1")
+    if isinstance(item, int) and not -1 << 63 <= item < 1 << 63:
+        raise _bad(f"{where} is out of range", item, "a number of 64 bits")
 
 
 def _check_env(values: Any, where: str) -> None:
