@@ -110,7 +110,10 @@ devices:
   containerEdits: {deviceNodes: [{path: /dev/a, type: c, major: 195.0, fileMode: 0o640}]}
 - name: 1:0
   containerEdits: {devicenodes: [{path: /dev/b, type: c, major: 195, filemode: 0640}]}
-- {name: yes, containerEdits: {mounts: [{hostPath: /, containerPath: /c, options: [1.5, 2.0, true, ]}], hooks: [{hookName: poststop, path: /x, args: [x, null]}]}}
+- name: yes
+  containerEdits:
+    mounts: [{hostPath: /, containerPath: /c, options: [1.5, 2.0, true]}]
+    hooks: [{hookName: poststop, path: /x, args: [x, null]}]
 - {name: 2024-01-01, containerEdits: {env: [A=1]}}
 """
 
