@@ -203,7 +203,11 @@ def test_a_config_that_cant_be_replaced(machine: Machine, how: str) -> None:
     assert Both(machine, *around).agree()["config_json"]["changed"] is False
 
 
-def test_a_bundle_that_has_started_says_what_it_has(machine: Machine) -> None:
+@pytest.mark.parametrize("namespaces", [[], [{"type": "user"}]], ids=["made", "bound"])
+def test_a_bundle_that_has_started_says_what_it_has(machine: Machine, namespaces: list[dict[str, str]]) -> None:
+    made = json.loads((machine.bundle / "config.json").read_text())
+    made["linux"]["namespaces"] = namespaces
+    machine.make(made)
     assert Both(machine).agree()["prepared"] == []
     both = Both(machine)
     assert "/dev/nvidia1" in both.agree()["prepared"]

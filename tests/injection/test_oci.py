@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,45 @@ def test_a_node_that_a_mount_brings_is_not_made_as_well() -> None:
     linux = oci.apply(before, EVERYTHING)["linux"]
     assert "/dev/nvidia1" not in [node["path"] for node in linux.get("devices", [])]
     assert ALLOW in linux["resources"]["devices"]
+
+
+BOUND = {
+    "destination": "/dev/nvidia1",
+    "source": "/x/dev/nvidia1",
+    "type": "bind",
+    "options": ["rw", "nosuid", "noexec", "bind", "rprivate"],
+}
+
+
+def test_in_a_user_namespace_a_node_of_another_root_is_bound_not_made() -> None:
+    """There low-level runtimes bind the host's /dev/nvidia1, which isn't there."""
+    before = in_user_namespace((0, 100000, 65536))
+    before["linux"]["devices"] = [{"path": "/dev/nvidia1"}, {"path": "/dev/fuse"}]  # the first is an engine's
+    own = DeviceNode("/dev/nvidiactl", "/dev/nvidiactl", 195, 255)
+    after = oci.apply(before, Injection(devices=(GPU, own)))
+    assert after["mounts"] == [BOUND]
+    assert [node["path"] for node in after["linux"]["devices"]] == ["/dev/fuse", "/dev/nvidiactl"]
+    assert [rule["minor"] for rule in after["linux"]["resources"]["devices"]] == [1, 255]
+    assert oci.apply(after, Injection(devices=(GPU, own))) == after
+    assert "mounts" not in oci.apply({}, Injection(devices=(GPU,)))
+
+
+@pytest.mark.root
+@pytest.mark.e2e
+@pytest.mark.parametrize("low", ["runc", "crun"])
+def test_a_container_in_a_user_namespace_has_a_node_of_another_root(tmp_path: Path, low: str) -> None:
+    node = tmp_path / "nvidia1"
+    os.mknod(node, stat.S_IFCHR | 0o666, os.makedev(195, 1))
+    node.chmod(0o666)
+    real = Bundle(tmp_path)
+    made = real_container.config(["/bin/sh", "-c", "stat -c '%t %T' /dev/nvidia1; true < /dev/nvidia1"])
+    spans = in_user_namespace((0, 0, 65536))["linux"]["gidMappings"]
+    made["linux"] |= {"gidMappings": spans, "uidMappings": spans}
+    made["linux"]["namespaces"].append({"type": "user"})
+    made["mounts"] = [mount for mount in made["mounts"] if mount["destination"] != "/sys"]
+    done = real.run(oci.apply(made, Injection(devices=(GPU.replace(host_path=str(node)),))), low, "v1")
+    assert done.stdout.split() == ["c3", "1"], done.stderr
+    assert "No such device" in done.stderr  # ENXIO, not EPERM: the node may be opened, and has no driver
 
 
 def test_nothing_to_do_changes_nothing_not_even_the_order_of_mounts() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -303,3 +304,19 @@ def test_a_tegra_has_one_gpu(tegra: Machine) -> None:
     done = tegra.run("gpulet-runtime", "create", "--bundle", str(tegra.bundle), "x")
     assert done.returncode == 1
     assert "unknown device of a Tegra" in done.stderr
+
+
+@pytest.mark.root
+def test_in_a_user_namespace_a_node_that_an_engine_took_is_bound_from_the_driver_root(machine: Machine) -> None:
+    """The engine's config.json doesn't say where the specification's node is, and nobody may make one there."""
+    for name, minor in (("theirs", 1), ("another", 2)):
+        os.mknod(machine.root / "dev" / name, stat.S_IFCHR | 0o666, os.makedev(195, minor))
+    made = config("A=1")
+    made["linux"]["devices"] = [node("/dev/theirs", 195, 1), node("/dev/another", 195, 3), node("/dev/null", 1, 3)]
+    assert machine.create(made) == made
+    made["linux"]["namespaces"] = [{"type": "user"}]
+    after = machine.create(made)
+    assert nodes(after) == ["another", "null"]
+    (bound,) = [mount for mount in after["mounts"] if mount not in made["mounts"]]
+    assert (bound["destination"], bound["source"]) == ("/dev/theirs", f"{machine.root}/dev/theirs")
+    assert machine.create({}, again=True) == after

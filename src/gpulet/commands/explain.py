@@ -196,6 +196,7 @@ def _verdict(bundle: Bundle) -> str:
 def _prepared(bundle: Bundle) -> list[str]:
     """NVIDIA's device nodes that are in config.json before anything is done."""
     paths = [str(node.get("path")) for node in (bundle.config.get("linux") or {}).get("devices") or ()]
+    paths += [str(mount.get("destination")) for mount in bundle.config.get("mounts") or ()]  # in a user namespace
     return [path for path in paths if path.startswith("/dev/nvidia")]
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
+BOUND = ("rw", "nosuid", "noexec", "bind", "rprivate")  # a node as a mount
 NOT_INSIDE = "the container's user namespace has no such group (linux.gidMappings)"
 
 
@@ -24,6 +25,7 @@ def apply(config: dict[str, Any], injection: Injection) -> dict[str, Any]:
     if injection.env:
         config = set_env(config, injection.env)
     if injection.devices:
+        config = bind_nodes(config, [node for node in injection.devices if node.host_path not in ("", node.path)])
         config["linux"] = _with_devices(config, injection.devices)
     if injection.mounts:
         config["mounts"] = _with_mounts(config.get("mounts") or [], injection.mounts)
@@ -88,6 +90,20 @@ def with_hooks(config: dict[str, Any], hooks: dict[str, Any]) -> dict[str, Any]:
     if not config["hooks"]:
         del config["hooks"]
     return config
+
+
+def bind_nodes(config: dict[str, Any], nodes: Iterable[DeviceNode]) -> dict[str, Any]:
+    """The same, in a user namespace with these nodes as mounts, not as devices.
+
+    There nobody may make a node. Low-level runtimes bind the host's of the same path, which isn't there where the
+    driver's nodes lie beneath a root of their own.
+    """
+    bound = {node.path: Mount(node.host_path, node.path, BOUND, type="bind") for node in nodes}
+    if not bound or not has_user_namespace(config):
+        return config
+    linux = dict(config["linux"])
+    linux["devices"] = [entry for entry in linux.get("devices") or () if entry.get("path") not in bound]
+    return {**config, "linux": linux, "mounts": _with_mounts(config.get("mounts") or [], tuple(bound.values()))}
 
 
 def _with_devices(config: dict[str, Any], nodes: tuple[DeviceNode, ...]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import os
 
 from gpulet.errors import EngineError
 from gpulet.injection import oci
-from gpulet.injection.model import Hook, Injection, Mount, RootfsWork
+from gpulet.injection.model import DeviceNode, Hook, Injection, Mount, RootfsWork
 from gpulet.launch import programs
 from gpulet.launch.memory import Memory
 from gpulet.request import bundle, policy
@@ -118,6 +118,7 @@ def _direct(config: dict[str, Any], container: Container, decision: Decision, se
             if cuda.speaks_cuda(settings, container):
                 config = oci.put_env(config, CUDA_VISIBLE_DEVICES, cuda.cuda_value(request))
     config, work = _take_over(config, injection.rootfs)
+    config = _bind_taken(config, settings.driver_root())
     plan = Plan(config, injection, work, _libraries(config, injection, work))
     plan.memory = memory
     if aside and any(link.path.startswith("/dev/") for link in work.links):
@@ -127,6 +128,22 @@ def _direct(config: dict[str, Any], container: Container, decision: Decision, se
     if work.freeze_device_nodes:
         _freeze(plan, container, settings.state_dir if aside else "")
     return plan
+
+
+def _bind_taken(config: dict[str, Any], root: str) -> dict[str, Any]:
+    """The same, in a user namespace, with the nodes bound that an engine took from a specification and that lie beneath
+    the driver root alone: config.json doesn't say where a node is on the host."""
+    if not oci.has_user_namespace(config):
+        return config
+    from gpulet.node.devices import char_device, choose_dev_root
+
+    root, found = choose_dev_root(root), []
+    for entry in config["linux"].get("devices") or ():
+        path = str(entry.get("path"))
+        node = None if os.path.exists(path) else char_device(root, path)
+        if node and (node.major, node.minor) == (entry.get("major"), entry.get("minor")):
+            found.append(DeviceNode(path, node.host_path, node.major, node.minor))
+    return oci.bind_nodes(config, found)
 
 
 def _answer(decision: Decision, container: Container, settings: Settings) -> tuple[Injection, Memory]:
