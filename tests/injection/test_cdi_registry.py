@@ -127,6 +127,14 @@ def test_a_spec_written_by_hand_is_read_as_cdis_own_library_reads_it(tmp_path: P
     assert (found.mounts[0].options, found.hooks[0].args) == (("1.5", "2", "true"), ("x", ""))
 
 
+def test_lists_of_lists_without_end_are_refused_at_once(tmp_path: Path) -> None:
+    nested = "&a0 [x]"
+    for level in range(1, 60):
+        nested = f"&a{level} [{nested}, *a{level - 1}, *a{level - 1}]"
+    path = put(tmp_path, "a.yaml", f"cdiVersion: 0.5.0\nkind: a.com/b\ndevices: {nested}\n")
+    assert "a device is no object" in str(cdi.Registry([str(tmp_path)]).errors[path])
+
+
 def test_empty_resource_control_is_an_edit(tmp_path: Path) -> None:
     put(tmp_path, "a.json", spec("a", version="0.7.0", intelRdt={}))
     assert cdi.Registry([str(tmp_path)]).names() == ["nvidia.com/gpu=a"]

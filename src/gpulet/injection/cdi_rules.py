@@ -162,8 +162,8 @@ def minimum_version(spec: Mapping[str, Any]) -> str:
 def as_decoded(value: Any, kind: str = "spec") -> Any:
     """A parsed spec as Go's decoder hands it to CDI's library, which is what people try theirs with: a field's name may
     be in other letters, a text may be written as a number (`name: 0`), and a whole number with a point."""
-    if isinstance(value, list):
-        return [as_decoded(one, kind) for one in value]
+    if isinstance(value, list):  # of lists in it nothing is wanted, and by YAML's aliases they may have no end
+        return [as_decoded(one, kind) if isinstance(one, dict) else one for one in value]
     if not isinstance(value, dict):
         return value
     names = {name.lower(): name for name in _FIELDS[kind]}
