@@ -104,7 +104,8 @@ def test_a_broken_file_is_named_with_its_reason_and_hides_no_other(
 
 BY_HAND = """
 Kind: nvidia.com/gpu
-CDIVersion: 0.5.0
+CDIVersion: 0.6.0
+annotations: {driver: 570.10, mig: no, none: null}
 devices:
 - name: 0
   containerEdits: {deviceNodes: [{path: /dev/a, type: c, major: 195.0, fileMode: 0o640}]}
@@ -127,12 +128,20 @@ def test_a_spec_written_by_hand_is_read_as_cdis_own_library_reads_it(tmp_path: P
     assert (found.mounts[0].options, found.hooks[0].args) == (("1.5", "2", "true"), ("x", ""))
 
 
-def test_lists_of_lists_without_end_are_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("devices: {}", "a device is no object"),
+        ("annotations: {{x: {}}}", "wrong type of the spec.annotations: list"),
+        ("annotations:\n  ? {}\n  : x", "unhashable key"),
+    ],
+)
+def test_lists_of_lists_without_end_are_refused_at_once(tmp_path: Path, where: str, reason: str) -> None:
     nested = "&a0 [x]"
     for level in range(1, 60):
         nested = f"&a{level} [{nested}, *a{level - 1}, *a{level - 1}]"
-    path = put(tmp_path, "a.yaml", f"cdiVersion: 0.5.0\nkind: a.com/b\ndevices: {nested}\n")
-    assert "a device is no object" in str(cdi.Registry([str(tmp_path)]).errors[path])
+    path = put(tmp_path, "a.yaml", f"cdiVersion: 0.6.0\nkind: a.com/b\n{where.format(nested)}\n")
+    assert reason in str(cdi.Registry([str(tmp_path)]).errors[path])
 
 
 def test_empty_resource_control_is_an_edit(tmp_path: Path) -> None:

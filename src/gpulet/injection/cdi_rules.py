@@ -172,6 +172,8 @@ def as_decoded(value: Any, kind: str = "spec") -> Any:
         name = names.get(str(written).lower(), str(written))
         if name in _INSIDE and name in _FIELDS[kind]:
             item = as_decoded(item, _INSIDE[name])
+        elif name == "annotations" and isinstance(item, dict):
+            item = {str(key): _as(str, "" if one is None else one) for key, one in item.items()}
         else:
             wanted = _ITEMS.get(name) or _FIELDS[kind].get(name)
             several = isinstance(item, list)
@@ -199,6 +201,8 @@ def _check_fields(value: Any, kind: str, where: str) -> None:
         _check_one(item, _FIELDS[kind][name], f"{where}.{name}", name in _UNSIGNED)
         for one in item if name in _ITEMS else ():
             _check_one(one, _ITEMS[name], f"{where}.{name}", name in _UNSIGNED)
+        for one in item.values() if name == "annotations" else ():
+            _check_one(one, str, f"{where}.{name}", False)
 
 
 def _check_one(item: Any, wanted: type, where: str, unsigned: bool) -> None:
