@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _TAG = "tag:yaml.org,2002:"
+MERGE = _TAG + "merge"
 _OURS = tuple(_TAG + kind for kind in ("bool", "int", "float", "timestamp"))
 _WORDS = (
     ("bool", "y|Y|n|N|yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),

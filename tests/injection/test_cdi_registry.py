@@ -144,6 +144,12 @@ def test_lists_of_lists_without_end_are_refused_at_once(tmp_path: Path, where: s
     assert reason in str(cdi.Registry([str(tmp_path)]).errors[path])
 
 
+def test_maps_may_be_merged(tmp_path: Path) -> None:
+    text = "- {name: a, containerEdits: &edits {env: [A=1]}}\n- {name: b, containerEdits: {<<: *edits, hooks: []}}\n"
+    put(tmp_path, "a.yaml", f"cdiVersion: 0.5.0\nkind: x.com/gpu\ndevices:\n{text}")
+    assert cdi.Registry([str(tmp_path)]).names() == ["x.com/gpu=a", "x.com/gpu=b"]
+
+
 def test_empty_resource_control_is_an_edit(tmp_path: Path) -> None:
     put(tmp_path, "a.json", spec("a", version="0.7.0", intelRdt={}))
     assert cdi.Registry([str(tmp_path)]).names() == ["nvidia.com/gpu=a"]

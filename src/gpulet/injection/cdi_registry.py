@@ -50,8 +50,9 @@ def parse(data: bytes) -> Any:
 
     class Loader(goyaml.loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader))):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            scalars = [key for key, _value in node.value if isinstance(key, yaml.ScalarNode)]  # others are refused
-            keys = [str(self.construct_object(key, deep=True)) for key in scalars]
+            # a merged map (<<) is no key of its own, and keys that are no scalars are refused anyway
+            plain = [key for key, _value in node.value if isinstance(key, yaml.ScalarNode) and key.tag != goyaml.MERGE]
+            keys = [str(self.construct_object(key, deep=True)) for key in plain]
             if len(set(keys)) != len(keys):
                 raise CdiError("a key occurs twice", seen=f"line {node.start_mark.line + 1}")
             return super().construct_mapping(node, deep)
