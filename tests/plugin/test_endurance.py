@@ -40,7 +40,7 @@ def test_a_thousand_kubelet_restarts(monkeypatch):
         assert running.daemon.agents[GPU].streams == 1
         assert threading.active_count() <= threads + 4
         assert descriptors() <= files + 20  # sockets that are just closing
-        assert sorted(os.listdir(folder)) == ["kubelet.sock", "nvidia-gpu.sock"]
+        assert sorted(path.name for path in folder.glob("*.sock")) == ["kubelet.sock", "nvidia-gpu.sock"]
 
 
 def test_restarts_faster_than_it_can_follow(monkeypatch):

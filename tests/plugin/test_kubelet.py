@@ -226,7 +226,7 @@ def test_killed_and_started_again(folder, kubelet, moment):
     finally:
         again.terminate()
         assert again.wait(10) == 0
-    assert sorted(os.listdir(folder)) == ["kubelet.sock", "plugin.log"]
+    assert sorted(path.name for path in folder.glob("*.*")) == ["kubelet.sock", "plugin.log"]
 
 
 def test_from_start_to_registration(folder, kubelet):

@@ -173,7 +173,7 @@ def test_a_plugins_refusal(kubelet, plugin):
         "UnexpectedAdmissionError: Allocate failed due to rpc error: code = InvalidArgument desc = not this one, "
         "which is unexpected"
     )
-    assert not kubelet.checkpoint.exists()
+    assert json.loads(kubelet.checkpoint.read_text())["Data"]["PodDeviceEntries"] is None
 
 
 def test_the_preferred_are_taken_and_the_rest_filled_up(folder, kubelet):
@@ -227,16 +227,33 @@ def test_the_checkpoint(folder, kubelet):
     assert pb.ContainerAllocateResponse.FromString(base64.b64decode(entry["AllocResp"])).envs == {"IDS": "a,b"}
     assert content["Data"]["RegisteredDevices"] == {GPU: ["a", "b", "c"]}
     assert isinstance(content["Checksum"], int)
-    kubelet.release("uid-1")
-    assert not json.loads((folder / "kubelet_internal_checkpoint").read_text())["Data"]["PodDeviceEntries"]
     plugin.stop()
+
+
+def test_the_checkpoint_shows_a_pod_that_is_gone_until_the_next_allocation(kubelet, plugin):
+    def shown():
+        return [entry["PodUID"] for entry in json.loads(kubelet.checkpoint.read_text())["Data"]["PodDeviceEntries"]]
+
+    kubelet.allocate("uid-1", "main", {GPU: 3})
+    kubelet.release("uid-1")
+    assert shown() == ["uid-1"]
+    kubelet.allocate("uid-2", "main", {GPU: 3})
+    assert shown() == ["uid-2"]
+
+
+def test_the_pods_list_has_no_init_containers_that_end(kubelet, plugin):
+    sidecar = ContainerSpec("sidecar", limits={GPU: 1}, restart_always=True)
+    kubelet.admit(Pod("p", (container("main", gpu=1),), (container("init", gpu=2), sidecar), uid="uid"))
+    assert [(pod, name) for _, pod, name, *_ in kubelet._held()] == [("p", "sidecar"), ("p", "main")]
+    kubelet.release("uid")
+    assert kubelet._held() == []
 
 
 def test_a_restart_keeps_the_checkpoint_and_removes_sockets(folder, kubelet, plugin):
     kubelet.allocate("uid-1", "main", {GPU: 2})
     kubelet.restart()
     assert not plugin.socket.exists()
-    assert kubelet.resources()[GPU].allocatable == 0
+    assert (kubelet.resources()[GPU].capacity, kubelet.resources()[GPU].allocatable) == (0, 0)
     again = TinyPlugin(folder)
     again.register(folder)
     kubelet.wait_for(GPU, 3)

@@ -67,7 +67,8 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         self._server: Any = None
         self._running = False
         self._pod_resources = pod_resources
-        self._pods: dict[str, tuple[str, str]] = {}  # UID -> (namespace, name) of those admitted by `admit`
+        self._pods: dict[str, Pod] = {}  # UID -> those admitted by `admit`
+        self._gone: set[str] = set()  # UIDs whose devices are free, which the books still show (see `release`)
 
     def start(self) -> None:
         """Delete the folder's sockets, as the real one does, and open the registration service."""
@@ -78,9 +79,8 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
                 entry.unlink(missing_ok=True)
         with self._changed:
             self._ledger.read()
-            for resource, ids in self._ledger.registered.items():
-                unhealthy = {device_id: pb.Device(ID=device_id, health="Unhealthy") for device_id in ids}
-                self._devices.setdefault(resource, unhealthy)
+            for resource in self._ledger.registered:  # without a device until its plugin has registered again
+                self._devices.setdefault(resource, {})
             self._running = True
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="kubelet")
         self._server = grpc.server(self._pool)
@@ -154,6 +154,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         with self._changed:
             if self._endpoints.get(endpoint.resource) is endpoint:
                 self._devices[endpoint.resource] = {device.ID: device for device in message.devices}
+                self._write()
                 self._changed.notify_all()
 
     def _lost(self, endpoint: Endpoint) -> None:
@@ -189,7 +190,7 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         """Allocate for each container of a pod, init containers first: container name -> Allocation. Raises
         AdmissionError; then the pod holds nothing."""
         result: dict[str, Allocation] = {}
-        self._pods[pod.uid] = (pod.namespace, pod.name)
+        self._pods[pod.uid] = pod
         reusable: dict[str, set[str]] = {}
         try:
             for container in [*pod.init_containers, *pod.containers]:
@@ -217,6 +218,8 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         """Choose devices for one container and ask the plugins what they mean. Raises AdmissionError."""
         answers: list[tuple[str, tuple[str, ...], Any]] = []
         with self._admitting:
+            self._forget()
+            self._gone.discard(pod_uid)
             for resource, count in wanted.items():
                 if count <= 0:
                     continue
@@ -233,23 +236,34 @@ class Kubelet(rpc.RegistrationServicer):  # type: ignore[misc]
         return merge(answers)
 
     def _held(self) -> list[Held]:
+        """What the PodResources API lists: nothing of init containers that end."""
         with self._changed:
+            self._forget()
             return [
-                (
-                    *self._pods.get(entry.pod_uid, ("default", entry.pod_uid)),
-                    entry.container,
-                    entry.resource,
-                    entry.ids(),
-                )
+                (*self._whose(entry.pod_uid), entry.container, entry.resource, entry.ids())
                 for entry in self._ledger.entries
+                if not self._ends(entry)
             ]
 
+    def _whose(self, pod_uid: str) -> tuple[str, str]:
+        pod = self._pods.get(pod_uid)
+        return (pod.namespace, pod.name) if pod else ("default", pod_uid)
+
+    def _ends(self, entry: Entry) -> bool:
+        pod = self._pods.get(entry.pod_uid)
+        inits = pod.init_containers if pod else ()
+        return any(one.name == entry.container and not one.restart_always for one in inits)
+
     def release(self, pod_uid: str) -> None:
-        """A pod is gone: its devices are free again."""
+        """A pod is gone: its devices are free again. The checkpoint shows them until the next allocation has been
+        written, as the real one's does."""
         with self._changed:
             self._pods.pop(pod_uid, None)
-            self._ledger.entries = [entry for entry in self._ledger.entries if entry.pod_uid != pod_uid]
-            self._write()
+            self._gone.add(pod_uid)
+
+    def _forget(self) -> None:
+        with self._changed:
+            self._ledger.entries = [entry for entry in self._ledger.entries if entry.pod_uid not in self._gone]
 
     def _choose(self, resource: str, count: int, reusable: set[str]) -> tuple[Endpoint, list[str]]:
         with self._changed:
