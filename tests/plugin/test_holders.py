@@ -9,6 +9,7 @@ import pytest
 from gpulet.plugin.holders import Holder, on_node, troubles
 from gpulet.sim.checkpoint import Checkpoint, Entry
 from gpulet.sim.kubelet import Kubelet
+from gpulet.sim.pods import ContainerSpec, Pod
 from support import plugin_process as plugin
 from support.hand_made import facts, gpu, gpu_uuid, mig_gpu
 
@@ -43,6 +44,31 @@ def test_a_pod_holds_a_replica_that_an_edit_took_away(folder, caplog):
         f"{GPU} {gpu_uuid(1)}::1, allocated to Pod pod-1, is no longer offered; the Pod keeps its GPU, which may be "
         "handed out again"
     )
+
+
+def test_a_pod_that_is_gone_holds_nothing_whatever_the_checkpoint_shows(folder, caplog):
+    """As before MIG is switched on: the Pods are deleted first, and the kubelet's file shows them until its next
+    allocation. Whoever does hold a GPU that is gone is named."""
+    told, now = [], facts(2)
+    with (
+        Kubelet(folder, folder / "pods.sock") as kubelet,
+        plugin.running(
+            folder, lambda: now, f"--pod-resources-socket={folder}/pods.sock", refresh_every=0.1, report=told.append
+        ),
+    ):
+        kubelet.wait_for(GPU, 2)
+        gone = Pod("gone", (ContainerSpec("main", limits={GPU: 1}),), uid="u-1")
+        (device,) = kubelet.admit(gone)["main"].device_ids[GPU]
+        kubelet.release("u-1")
+        now = facts(*(one for one in facts(2).gpus if one.uuid != device))
+        kubelet.wait_for(GPU, 1)
+        time.sleep(0.3)
+        assert "u-1" in kubelet.checkpoint.read_text()
+        assert [notice for notice in told if notice.kind == "AllocatedGPUGone"] == []
+        kubelet.admit(Pod("here", (ContainerSpec("main", limits={GPU: 1}),), uid="u-2"))
+        now = facts(gpu(3))
+        plugin.until(lambda: [notice for notice in told if notice.kind == "AllocatedGPUGone"])
+    assert "is allocated to Pod default/here and no longer exists on this node" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ class Daemon:
         """Whether what the kubelet gave out is there, once, and can be used."""
         current = self.generation
         if current:
-            await aside(self.news.audit, current)
+            await self.news.audit(current)
             lost = await aside(self.news.access.look, current)
             held = await holders(current.config, current.offers) if lost else ()
             for one in lost:

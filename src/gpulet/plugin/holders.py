@@ -30,6 +30,11 @@ class Holder(NamedTuple):
     resource: str
     device: str
 
+    @property
+    def owner(self) -> str:
+        """Its Pod, in as many words as are known."""
+        return f"{self.namespace}/{self.pod}" if self.namespace else self.pod
+
 
 async def holders(config: Config, resources: Iterable[str]) -> list[Holder]:
     """All holders of these resources' devices; none where neither source can be read."""
@@ -52,22 +57,23 @@ class Audit:
         self._version: object = None
         self._told: set[str] = set()
 
-    def news(
+    async def news(
         self, config: Config, offered: Mapping[str, Collection[str]], there: frozenset[str]
     ) -> list[tuple[str, str]]:
-        """(kind, text) of each trouble not told yet. offered: resource -> ids; there: what the node has. Reads the
-        file only where it has changed, or what is offered, or there."""
+        """(kind, text) of each trouble not told yet. offered: resource -> ids; there: what the node has. Looks only
+        where the checkpoint has changed, or what is offered, or there; and then into the kubelet's own list, as the
+        checkpoint shows the devices of a Pod that is gone until others are given out."""
         path = os.path.join(config.kubelet_socket_dir, CHECKPOINT)
         try:
-            info = os.stat(path)
+            info = await aside(os.stat, path)
         except OSError:
             return []
         version = (info.st_ino, info.st_mtime_ns, {name: id(ids) for name, ids in offered.items()}, there)
         if version == self._version:
             return []
         self._version = version
-        held = [holder for holder in checkpoint(config.kubelet_socket_dir) if holder.resource in offered]
-        found = list(troubles(held, offered, there))
+        held = await holders(config, offered)
+        found = await aside(lambda: list(troubles(held, offered, there)))
         new = [one for one in found if one[1] not in self._told]
         self._told = {text for _, text in found}
         return new
@@ -88,8 +94,8 @@ def troubles(
     pods: dict[tuple[str, str], list[str]] = {}
     for one in held:
         owners = pods.setdefault((one.resource, one.device), [])
-        if one.pod not in owners:  # a Pod's containers may pass a device on
-            owners.append(one.pod)
+        if one.owner not in owners:  # a Pod's containers may pass a device on
+            owners.append(one.owner)
     bases = {_base(device) for ids in offered.values() for device in ids} if pods else set()
     for (resource, device), owners in pods.items():
         if device not in offered[resource] and (_base(device) in bases or _base(device) in there):

@@ -90,10 +90,10 @@ class News:
             self._event(Notice("PluginReRegistered", "", f"{resource} is registered with the kubelet again"))
         self._registered.add(resource)
 
-    def audit(self, current: Generation) -> None:
+    async def audit(self, current: Generation) -> None:
         """Whether the kubelet's books and our devices agree."""
         offered = {name: offer.resource.by_id for name, offer in current.offers.items()}
-        for kind, text in self._books.news(current.config, offered, on_node(current.facts)):
+        for kind, text in await self._books.news(current.config, offered, on_node(current.facts)):
             if kind:
                 self.say(kind, text)
             else:
@@ -111,7 +111,7 @@ class News:
         """A container may no longer use its GPU. held: who has what, by name where the kubelet tells names."""
         one = lost.named(held)
         pod = (one.namespace, one.pod, lost.holder.pod) if one.namespace else None
-        whose = f"Pod {one.namespace}/{one.pod}" if pod else f"the Pod with UID {one.pod}"
+        whose = f"Pod {one.owner}" if pod else f"the Pod with UID {one.pod}"
         self.say("GPUAccessLost", f"container {one.container} of {whose} {lost.text}", pod=pod)
 
 
