@@ -312,6 +312,17 @@ def test_legacy_adds_at_once_what_the_container_cli_does_not_give(machine: Machi
     assert len(after["hooks"]["prestart"]) == 1
 
 
+@pytest.mark.root
+def test_legacy_adds_that_beside_an_engines_own_hook_too(machine: Machine) -> None:
+    machine.configure(runtime="mode = 'legacy'")
+    os.mknod(machine.root / "dev/nvidia-nvswitchctl", 0o020666, os.makedev(235, 255))
+    hooks = {"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["x", "prestart"]}]}
+    after = machine.create(config(f"{V}=0", "NVIDIA_NVSWITCH=enabled") | {"hooks": hooks})
+    assert [node["path"] for node in after["linux"]["devices"]] == ["/dev/nvidia-nvswitchctl"]
+    assert after["hooks"] == hooks
+    assert machine.create(after) == after
+
+
 @pytest.mark.parametrize(("feature", "groups"), [("", (44,)), ("no-additional-gids-for-device-nodes = true", ())])
 @pytest.mark.root
 def test_legacy_opens_the_nodes_for_drawing_to_the_user(

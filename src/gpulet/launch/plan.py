@@ -98,11 +98,14 @@ def make(
 def _by_prestart_hook(config: dict[str, Any], container: Container, request: Request, settings: Settings) -> Plan:
     from gpulet.launch import legacy
 
-    if not request or legacy.has_hook(config):
+    if not request:
         return Plan(config, Injection(), RootfsWork())
     extra = legacy.beyond_the_cli(request, settings)
-    config, hook = legacy.with_hook(oci.apply(config, extra), container, request, settings)
-    plan = Plan(config, extra.replace(hooks=(hook,)), extra.rootfs)
+    there, config = legacy.has_hook(config), oci.apply(config, extra)  # an engine may have put the hook in already
+    if not there:
+        config, hook = legacy.with_hook(config, container, request, settings)
+        extra = extra.replace(hooks=(hook,))
+    plan = Plan(config, extra, extra.rootfs)
     return by_hook(plan) if covered(plan, container.root) else plan
 
 
