@@ -148,5 +148,13 @@ def test_pods_are_found_wherever_the_kubelet_puts_them(tmp_path: Path):
         (tmp_path / place).mkdir(parents=True)
     (tmp_path / "kubepods" / "link").symlink_to(tmp_path)
     names = {name: uid for uid in ("1-2", "3-4", "5-6", "7-8") for name in (f"pod{uid}", f"pod{uid.replace('-', '_')}")}
-    found = {uid: os.path.relpath(path, tmp_path) for uid, path in access._pods(str(tmp_path), names, access.LEVELS)}
+    found = {uid: os.path.relpath(path, tmp_path) for uid, path in access._pods(str(tmp_path), names)}
     assert found == dict(zip(("1-2", "3-4", "5-6", "7-8"), places, strict=True))
+
+
+def test_pods_are_found_in_a_cgroup_root_of_any_name(tmp_path: Path):
+    for place in ("cluster/one/kubepods/burstable/pod1-2", "system.slice/kubelet.service", "init.scope"):
+        (tmp_path / place).mkdir(parents=True)
+    found = list(access._pods(str(tmp_path), {"pod1-2": "1-2"}))
+    assert found == [("1-2", f"{tmp_path}/cluster/one/kubepods/burstable/pod1-2")]
+    assert list(access._pods(f"{tmp_path}/system.slice", {"pod1-2": "1-2"})) == []

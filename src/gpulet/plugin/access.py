@@ -23,7 +23,7 @@ from gpulet.plugin.holders import Holder, checkpoint
 from gpulet.plugin.resources import Device
 
 EVERY = 15.0  # seconds between looks
-LEVELS = 6  # how deep a Pod's cgroup lies at most
+LEVELS = 6  # how deep a cgroup lies at most: the folder of all Pods, and a Pod in it
 CLASSES = ("burstable", "besteffort", "guaranteed")
 
 
@@ -120,7 +120,7 @@ def _containers(uids: Iterable[str], proc: str) -> Iterator[tuple[str, Cgroup, i
     """The Pod's UID, a cgroup and a process in it, for each container of these Pods."""
     names = {f"pod{spelt}": uid for uid in uids for spelt in (uid, uid.replace("-", "_"))}
     for top in hierarchies(proc):
-        for uid, pod in _pods(top.folder, names, LEVELS):
+        for uid, pod in _pods(top.folder, names):
             for container in _folders(pod):
                 for folder, _, _ in os.walk(container):
                     if pid := _process(folder):
@@ -128,16 +128,28 @@ def _containers(uids: Iterable[str], proc: str) -> Iterator[tuple[str, Cgroup, i
                         break
 
 
-def _pods(folder: str, names: Mapping[str, str], levels: int) -> Iterator[tuple[str, str]]:
-    """The Pods' folders: .../kubepods/burstable/pod<UID>, or as systemd names them, with the UID's dashes as "_":
-    .../kubepods-burstable-pod<UID>.slice."""
+def _pods(top: str, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The Pods' UIDs and folders: .../kubepods/burstable/pod<UID>, or as systemd names them, with the UID's dashes as
+    "_": .../kubepods-burstable-pod<UID>.slice. All lie at the top, or in the kubelet's cgroupRoot, whatever its name."""
+    roots = [top]
+    for _ in range(LEVELS):
+        inside = {root: _folders(root) for root in roots}
+        with_pods = [root for root in roots if any("kubepods" in os.path.basename(path) for path in inside[root])]
+        if with_pods:
+            for root in with_pods:
+                yield from _beneath(root, names, LEVELS)
+            return
+        roots = [path for paths in inside.values() for path in paths]
+
+
+def _beneath(folder: str, names: Mapping[str, str], levels: int) -> Iterator[tuple[str, str]]:
     for path in _folders(folder) if levels else ():
         name = os.path.basename(path).removesuffix(".slice")
         uid = names.get(name) or names.get(name.rpartition("-")[2])
         if uid:
             yield uid, path
         elif "kube" in name or name in CLASSES:
-            yield from _pods(path, names, levels - 1)
+            yield from _beneath(path, names, levels - 1)
 
 
 def _folders(folder: str) -> list[str]:
