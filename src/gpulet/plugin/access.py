@@ -130,7 +130,7 @@ def _containers(uids: Iterable[str], proc: str) -> Iterator[tuple[str, Cgroup, i
 
 def _pods(top: str, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """The Pods' UIDs and folders: .../kubepods/burstable/pod<UID>, or as systemd names them, with the UID's dashes as
-    "_": .../kubepods-burstable-pod<UID>.slice. All lie at the top, or in the kubelet's cgroupRoot, whatever its name."""
+    "_": .../kubepods-burstable-pod<UID>.slice. All lie at the top, or in the kubelet's cgroupRoot of any name."""
     roots = [top]
     for _ in range(LEVELS):
         inside = {root: _folders(root) for root in roots}
