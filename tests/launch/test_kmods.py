@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gpulet import settings
 from gpulet.injection import cdi
-from gpulet.launch import kmods
+from gpulet.launch import call as calls
+from gpulet.launch import kmods, runtime
 from gpulet.node import devices, driver, procfs
 from support import cli_node, driver_tree
 from support.containers import config
@@ -71,6 +74,25 @@ def test_a_node_that_is_a_container_gives_itself_no_gpu_that_it_was_not_given(no
     facts = kmods.prepare(str(node), procfs.facts(str(node), every=True), (), lambda _: None, every=True)
     assert facts is not None
     assert len(facts.gpus) == 8, "whoever makes nodes by command decides"
+
+
+@pytest.mark.usefixtures("own_dev")
+@pytest.mark.parametrize("step", ["mknod", "rename"])
+def test_a_node_that_cannot_be_replaced_stays(node: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """What others see meanwhile is the old one or the new one, as containers start at the same moment."""
+    (node / "dev/nvidiactl").unlink()
+    os.mknod(node / "dev/nvidiactl", stat.S_IFCHR | 0o600, os.makedev(195, 7))
+    before = sorted(os.listdir(node / "dev"))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(kmods.os, step, refuse)
+    told: list[str] = []
+    kmods.prepare(str(node), procfs.facts(str(node)), (), told.append)
+    assert told == [f"make device {node}/dev/nvidiactl: Operation not permitted"]
+    assert number(node / "dev/nvidiactl") == (195, 7)
+    assert sorted(os.listdir(node / "dev")) == before
 
 
 def test_a_whole_node_is_left_alone(node: Path) -> None:
@@ -184,3 +206,18 @@ def test_a_specification_whose_nodes_are_missing_has_them_made_first(machine: Ma
     (machine.root / "dev/nvidia-uvm").unlink()
     after = machine.create(config("NVIDIA_VISIBLE_DEVICES=0"))
     assert "/dev/nvidia-uvm" in [node["path"] for node in after["linux"]["devices"]]
+
+
+def test_another_container_may_have_been_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    uvm = machine.root / "dev/nvidia-uvm"
+    uvm.unlink()
+
+    def nothing_left(_root: str, facts: object, *_: object) -> object:
+        os.mknod(uvm, stat.S_IFCHR | 0o666, os.makedev(driver_tree.UVM_MAJOR, 0))
+        return facts
+
+    monkeypatch.setattr(kmods, "prepare", nothing_left)
+    path = machine.make(config("NVIDIA_VISIBLE_DEVICES=0"))
+    call = calls.read(["create", "--bundle", str(machine.bundle), "x"])
+    runtime.create(call, settings.load(str(machine.config_file)))
+    assert "/dev/nvidia-uvm" in [node["path"] for node in json.loads(path.read_text())["linux"]["devices"]]

@@ -46,9 +46,12 @@ def prepare(
 
 
 def make_ready(root: str, tell: Tell) -> bool:
-    """The same for a node that nobody has looked at yet. Answers whether anything has changed."""
-    facts = _look(root, False)
-    return prepare(root, facts, (), tell) is not facts
+    """The same for a node that nobody has looked at yet. Answers whether it was tried, not whether anything was missing
+    still: another container that starts at the same moment may have been first."""
+    if not able(root):
+        return False
+    prepare(root, _look(root, False), (), tell)
+    return True
 
 
 def _look(root: str, every: bool) -> NodeFacts | None:
@@ -185,15 +188,20 @@ def make(root: str, path: str, major: int, minor: int, said: Parameters, tell: T
         return False
     dev = devices.choose_dev_root(root)
     here = below(dev, resolve(dev, path))
+    folder, _, name = here.rpartition("/")
+    aside = f"{folder}/.{name}.{os.getpid()}"  # containers that start at the same moment see it whole, and always
     try:
         if os.path.exists(here) and os.stat(here).st_rdev == os.makedev(major, minor):
             return False  # behind a link, as with a driver in a container
-        os.makedirs(os.path.dirname(here), 0o755, exist_ok=True)
-        if os.path.lexists(here):
-            os.unlink(here)
-        os.mknod(here, stat.S_IFCHR | said.mode, os.makedev(major, minor))
-        os.chmod(here, said.mode)  # whatever the umask was
-        os.chown(here, *said.owner)
+        os.makedirs(folder, 0o755, exist_ok=True)
+        os.mknod(aside, stat.S_IFCHR | said.mode, os.makedev(major, minor))
+        try:
+            os.chmod(aside, said.mode)  # whatever the umask was
+            os.chown(aside, *said.owner)
+            os.rename(aside, here)
+        except OSError:
+            os.unlink(aside)
+            raise
     except OSError as error:
         tell(f"make device {here}: {error.strerror}")
         return False

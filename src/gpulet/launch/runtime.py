@@ -114,7 +114,7 @@ def _plan(call: calls.Call, bundle: Bundle, settings: Settings) -> Plan:
 
 
 def _made_ready(call: calls.Call, settings: Settings) -> bool:
-    """Does what load-kmods stands for. Answers whether anything has changed."""
+    """Does what load-kmods stands for, where it may be done. Answers whether the node is to be looked at again."""
     if not settings.cli_load_kmods:
         return False
     from gpulet.launch import kmods
