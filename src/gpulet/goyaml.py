@@ -1,6 +1,6 @@
 """YAML as the peers read it: their parser (goyaml 2) and PyYAML differ on what a word without quotes is.
 
-Bare y and n are booleans, 1e3 and 0o17 numbers; dates, 1:30 and 0:1 are text.
+Bare y and n are booleans, 1e3 and 0o17 numbers, 08 is 8; dates, 1:30, 0:1 and 0x_ are text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ MERGE = _TAG + "merge"
 _OURS = tuple(_TAG + kind for kind in ("bool", "int", "float", "timestamp"))
 _WORDS = (
     ("bool", "y|Y|n|N|yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF", "yYnNtTfFoO"),
-    ("int", "[-+]?(0b[01_]{1,64}|0o[0-7_]{1,40}|0x[0-9a-fA-F_]{1,40}|[0-9][0-9_]{0,39})", "-+0123456789"),
+    ("int", "[-+]?(0b_*[01][01_]{0,63}|0o_*[0-7][0-7_]{0,39}|0x_*[0-9a-fA-F][0-9a-fA-F_]{0,39}|0[0-7_]{0,39}"
+            "|[1-9][0-9_]{0,39})", "-+0123456789"),
     ("float", r"[-+]?(\.[0-9]{1,40}|[0-9]{1,40}(\.[0-9]{0,40})?)([eE][-+]?[0-9]{1,3})?|[-+]?\.(inf|Inf|INF)"
               r"|\.(nan|NaN|NAN)", "-+.0123456789"),
 )  # fmt: skip

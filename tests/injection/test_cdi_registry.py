@@ -105,7 +105,7 @@ def test_a_broken_file_is_named_with_its_reason_and_hides_no_other(
 BY_HAND = """
 Kind: nvidia.com/gpu
 CDIVersion: 0.6.0
-annotations: {driver: 570.10, mig: no, none: null}
+annotations: {driver: 570.10, mig: no, none: null, mask: 0x_}
 devices:
 - name: 0
   containerEdits: {deviceNodes: [{path: /dev/a, type: c, major: 195.0, fileMode: 0o640}]}
@@ -116,13 +116,14 @@ devices:
     mounts: [{hostPath: /, containerPath: /c, options: [1.5, 2.0, true]}]
     hooks: [{hookName: poststop, path: /x, args: [x, null]}]
 - {name: 2024-01-01, containerEdits: {env: [A=1]}}
+- {name: 08, containerEdits: {env: [A=1]}}
 """
 
 
 def test_a_spec_written_by_hand_is_read_as_cdis_own_library_reads_it(tmp_path: Path) -> None:
     put(tmp_path, "a.yaml", BY_HAND)
     registry = cdi.Registry([str(tmp_path)])
-    assert registry.names() == [f"nvidia.com/gpu={name}" for name in ("0", "1:0", "2024-01-01", "true")]
+    assert registry.names() == [f"nvidia.com/gpu={name}" for name in ("0", "1:0", "2024-01-01", "8", "true")]
     found = registry.resolve(registry.names())
     assert [(node.major, node.mode) for node in found.devices] == [(195, 0o640), (195, 0o640)]
     assert (found.mounts[0].options, found.hooks[0].args) == (("1.5", "2", "true"), ("x", ""))

@@ -348,6 +348,12 @@ def test_yaml_as_the_peers_parser_reads_it(tmp_path):
     assert from_file(tmp_path, text).time_slicing == Sharing((Shared("nvidia.com/gpu", 10, "", ("1:0", "8")),))
 
 
+@pytest.mark.parametrize("value", ["!!int ''", "!!int x", "!!bool q", "!!timestamp x", "!!binary a", "!!float x"])
+def test_a_value_that_is_not_what_its_tag_says(tmp_path, value):
+    with pytest.raises(ConfigError, match="is no YAML"):
+        from_file(tmp_path, f"flags: {{mpsRoot: {value}}}")
+
+
 @pytest.mark.parametrize(
     ("text", "key"),
     [

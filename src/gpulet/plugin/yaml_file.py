@@ -33,7 +33,8 @@ def read(path: str) -> tuple[dict[str, Any], Place]:
         raise ConfigError(f"config file {path} can't be read", seen=error.strerror) from error
     except RecursionError as error:
         raise ConfigError(f"config file {path} is nested too deeply") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: text that is no UTF-8, a tagged value that is none
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+        # the library's own, and what it stumbles over: text that is no UTF-8, a tagged value that is none
         raise ConfigError(f"config file {path} is no YAML", seen=error) from error
     if document is None:
         return {}, place
