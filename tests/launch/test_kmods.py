@@ -209,14 +209,13 @@ def test_a_specification_whose_nodes_are_missing_has_them_made_first(machine: Ma
 
 
 def test_another_container_may_have_been_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    uvm = machine.root / "dev/nvidia-uvm"
-    uvm.unlink()
+    (machine.root / "dev/nvidia-uvm").unlink()
 
-    def nothing_left(_root: str, facts: object, *_: object) -> object:
-        os.mknod(uvm, stat.S_IFCHR | 0o666, os.makedev(driver_tree.UVM_MAJOR, 0))
-        return facts
+    def made_already(_root: str, path: str, major: int, minor: int, *_: object) -> bool:
+        os.mknod(machine.root / path.lstrip("/"), stat.S_IFCHR | 0o666, os.makedev(major, minor))
+        return False
 
-    monkeypatch.setattr(kmods, "prepare", nothing_left)
+    monkeypatch.setattr(kmods, "make", made_already)
     path = machine.make(config("NVIDIA_VISIBLE_DEVICES=0"))
     call = calls.read(["create", "--bundle", str(machine.bundle), "x"])
     runtime.create(call, settings.load(str(machine.config_file)))

@@ -45,13 +45,11 @@ def prepare(
     return _look(root, every) if any(made) else facts
 
 
-def make_ready(root: str, tell: Tell) -> bool:
-    """The same for a node that nobody has looked at yet. Answers whether it was tried, not whether anything was missing
-    still: another container that starts at the same moment may have been first."""
-    if not able(root):
-        return False
+def make_ready(root: str, tell: Tell) -> NodeFacts | None:
+    """The same for a node that nobody has looked at yet. Answers what is there then, whoever made it: containers that
+    start at the same moment all come here."""
     prepare(root, _look(root, False), (), tell)
-    return True
+    return _look(root, False)
 
 
 def _look(root: str, every: bool) -> NodeFacts | None:

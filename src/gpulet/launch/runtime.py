@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from gpulet.launch.log import Log
     from gpulet.launch.plan import Bundle, Plan
+    from gpulet.node.gpu import NodeFacts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,15 +109,21 @@ def _plan(call: calls.Call, bundle: Bundle, settings: Settings) -> Plan:
     else:
         memory = plan.memory
         unready = memory.unready if memory and memory.found is None else ()  # it isn't tried for every container
-        if not unready or not _made_ready(call, settings):
+        facts = _made_ready(call, settings) if unready else None
+        if not facts:
+            return plan
+        from gpulet.injection import nodes
+
+        if nodes.unready(facts, bundle.decision.request.capabilities) == unready:
             return plan
     return bundle.plan(settings)
 
 
-def _made_ready(call: calls.Call, settings: Settings) -> bool:
-    """Does what load-kmods stands for, where it may be done. Answers whether the node is to be looked at again."""
+def _made_ready(call: calls.Call, settings: Settings) -> NodeFacts | None:
+    """Does what load-kmods stands for. Answers the node's facts then, None where it isn't to be done or no driver is
+    loaded."""
     if not settings.cli_load_kmods:
-        return False
+        return None
     from gpulet.launch import kmods
 
     log = _own_log(call, settings)
