@@ -415,6 +415,7 @@ def test_version(machine: Machine) -> None:
     assert machine.called("low") == ["--version"]
 
 
+@pytest.mark.root
 def test_one_line_of_log_for_a_container_with_gpus(machine: Machine) -> None:
     machine.create(config(f"{V}=1", "NVIDIA_DRIVER_CAPABILITIES=utility", annotations=pod()))
     (line,) = (machine.folder / "log").read_text().splitlines()

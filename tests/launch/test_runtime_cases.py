@@ -298,6 +298,7 @@ def test_c47_a_host_without_a_capabilitys_libraries(machine: Machine) -> None:
     assert "capability utility" not in told(machine)
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("asked", ["", "all", "compute,utility"])
 def test_c47_a_host_without_the_library_that_cuda_is(machine: Machine, asked: str) -> None:
     """The container starts, and other files of the capability go in, so the log must say what is wrong."""
