@@ -196,6 +196,14 @@ def test_what_cannot_be_made_is_told_at_every_start(machine: Machine, cli: str, 
     assert not (machine.root / "dev/nvidia-uvm").exists()
 
 
+def test_a_node_of_an_earlier_start_that_stays_is_told(machine: Machine) -> None:
+    machine.configure(cli="load-kmods = false")
+    (machine.root / "dev/nvidia-uvm").unlink()
+    os.mknod(machine.root / "dev/nvidia-uvm", stat.S_IFCHR | 0o666, os.makedev(501, 0))
+    machine.create(config("NVIDIA_VISIBLE_DEVICES=0"))
+    assert "no /dev/nvidia-uvm of the loaded driver" in log(machine)
+
+
 def test_a_specification_whose_nodes_are_missing_has_them_made_first(machine: Machine) -> None:
     specs = machine.folder / "cdi"
     facts = procfs.facts(str(machine.root))

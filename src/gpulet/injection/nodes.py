@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 HIDDEN = 65534  # user_namespaces(7): what a group that isn't mapped is shown as; the number is no group's of its own
 UVM = "/dev/nvidia-uvm"
-NO_UVM = f"CUDA won't work: no {UVM}; run: modprobe nvidia_uvm && nvidia-modprobe -u -c 0"
+NO_UVM = f"CUDA won't work: no {UVM} of the loaded driver; run: modprobe nvidia_uvm && nvidia-modprobe -u -c 0"
 _CONTROL_MINORS = {"/dev/nvidiactl": 255, "/dev/nvidia-modeset": 254}  # fixed numbers under major 195
 
 
