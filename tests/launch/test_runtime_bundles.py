@@ -94,6 +94,54 @@ def test_each_strategys_container_gets_its_two_gpus(machine: Machine, way: str) 
     assert machine.create({}, again=True) == after
 
 
+@pytest.mark.parametrize(
+    ("env", "rest", "stays"),
+    [
+        ((), "", False),
+        (("NVIDIA_DRIVER_CAPABILITIES=compute,utility",), "", False),
+        (("NVIDIA_DRIVER_CAPABILITIES=video",), "", True),
+        (("NVIDIA_DRIVER_CAPABILITIES=all",), "", True),
+        ((), "[gpulet]\ncapabilities = 'all'\n", True),
+    ],
+)
+def test_capabilities_narrow_what_an_engine_took_from_a_specification(
+    machine: Machine, env: tuple[str, ...], rest: str, stays: bool
+) -> None:
+    machine.configure(rest=rest)
+    made = by_cdi(machine)
+    made["process"]["env"] += env
+    encode = f"{LIB}/libnvidia-encode.so.{driver_tree.VERSION}"
+    made["mounts"].append({"destination": encode, "source": f"{machine.root}{encode}", "options": list(FILES)})
+    link = f"{driver_tree.LIBRARIES['libnvidia-encode']}"
+    made["hooks"]["createContainer"][0]["args"] += ["--link", f"{encode[len(LIB) + 1 :]}::{LIB}/libencode.so.{link}"]
+    after = machine.create(made)
+    assert [mount["destination"] for mount in after["mounts"] if "encode" in mount["destination"]] == [encode] * stays
+    assert (machine.bundle / f"rootfs{LIB}/libencode.so.1").is_symlink() is stays
+    assert gpus(after) == ["/dev/nvidia0", "/dev/nvidia1"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"source": "{folder}/own.so"}, {"options": ["rbind", "rw"]}, {"destination": "/opt/libmine.so.1"}],
+)
+def test_a_mount_of_the_users_own_stays_whatever_its_name(machine: Machine, changed: dict[str, Any]) -> None:
+    made = by_cdi(machine)
+    encode = f"{LIB}/libnvidia-encode.so.{driver_tree.VERSION}"
+    own = {"destination": encode, "source": f"{machine.root}{encode}", "options": list(FILES), **changed}
+    own["source"] = own["source"].format(folder=machine.folder)
+    (machine.folder / "own.so").touch()
+    made["mounts"].append(own)
+    assert own in machine.create(made)["mounts"]
+
+
+def test_without_a_specification_nothing_is_taken_away(machine: Machine) -> None:
+    made = by_cdi(machine)
+    del made["hooks"]
+    encode = f"{LIB}/libnvidia-encode.so.{driver_tree.VERSION}"
+    made["mounts"].append({"destination": encode, "source": f"{machine.root}{encode}", "options": list(FILES)})
+    assert machine.create(made)["mounts"] == made["mounts"]
+
+
 def test_the_sidecar_that_sets_all_gets_none_under_policy_kubelet(machine: Machine) -> None:
     book = machine.folder / "ledger"
     entry = {

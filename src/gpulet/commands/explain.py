@@ -215,6 +215,12 @@ def _show_plan(console: Console, bundle: Bundle, plan: Plan, head: str) -> None:
     for entry in plan.config.get("mounts") or ():
         if entry.get("destination") not in places:
             _item(console, "mount", f"{entry['destination']} <- {entry['source']}", "laid in the state folder")
+    stay = [mount.get("destination") for mount in plan.config.get("mounts") or ()]
+    for mount in bundle.config.get("mounts") or ():
+        if mount.get("destination") not in stay:
+            _item(
+                console, "less", f"mount {mount.get('destination')}", f"capabilities {','.join(bundle.decision.kept)}"
+            )
     before = set((bundle.config.get("process") or {}).get("env") or ())
     for entry in (plan.config.get("process") or {}).get("env") or ():
         if entry not in before:

@@ -121,6 +121,12 @@ def understand(
     )
 
 
+def from_specification(hooks: Mapping[str, Any]) -> bool:
+    """Whether one of these hooks (stage -> entries) is of a CDI specification for GPUs."""
+    entries = (entry for stage in hooks.values() for entry in stage or ())
+    return any(understand(str(entry.get("path") or ""), entry.get("args") or ()) is not None for entry in entries)
+
+
 def less(work: RootfsWork, without: Iterable[str]) -> RootfsWork:
     """The work without what some hooks of the peer would do, by the hooks' names; "all" for every one."""
     changes: dict[str, dict[str, Any]] = {

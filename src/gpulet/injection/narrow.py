@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 
 from gpulet.injection.capabilities import Capabilities
-from gpulet.injection.model import Injection, SymLink
+from gpulet.injection.model import Injection, RootfsWork, SymLink
 from gpulet.node import driver_table as table
 from gpulet.node.driver_files import DriverFile
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Any
 
 _DRM = "/dev/dri/"
 
@@ -35,6 +36,28 @@ def narrow(injection: Injection, capabilities: Iterable[str], *, drm: bool = Fal
     mounts = tuple(mount for mount in injection.mounts if mount.path not in left_out)
     links = _leading_somewhere(injection.rootfs.links, left_out)
     return injection.replace(mounts=mounts, rootfs=injection.rootfs.replace(links=links))
+
+
+def narrow_config(
+    config: dict[str, Any], work: RootfsWork, capabilities: Iterable[str]
+) -> tuple[dict[str, Any], RootfsWork]:
+    """The same for a config.json into which an engine has put a specification, and for the work of its hooks. Only a
+    mount as specifications have them counts: read-only, of a file that lies at the same place beneath the driver's
+    root."""
+    asked = Capabilities(capabilities)
+    mounts = config.get("mounts") or []
+    left_out = {path for path in map(_specified, mounts) if path and not _stays(path, asked)}
+    if not left_out:
+        return config, work
+    config = {**config, "mounts": [entry for entry in mounts if _specified(entry) not in left_out]}
+    return config, work.replace(links=_leading_somewhere(work.links, left_out))
+
+
+def _specified(entry: dict[str, Any]) -> str:
+    """The place of a mount that may be of a specification, "" for another."""
+    path, options = str(entry.get("destination") or ""), entry.get("options") or ()
+    is_bind = "rbind" in options or "bind" in options
+    return path if is_bind and "ro" in options and str(entry.get("source") or "").endswith(path) else ""
 
 
 def _without_drawing(injection: Injection) -> Injection:

@@ -21,7 +21,7 @@ from gpulet.launch import programs
 from gpulet.launch.memory import Memory
 from gpulet.request import bundle, policy
 from gpulet.request.decide import Decision, decide, needs_ledger
-from gpulet.settings import CUDA_VISIBLE_DEVICES, Settings
+from gpulet.settings import CUDA_VISIBLE_DEVICES, DRIVER_CAPABILITIES, Settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Bundle:
         self.container = container
         asks_kubelet = needs_ledger(self.container, settings)
         ledger = policy.read_ledger(settings.policy_checkpoint) if asks_kubelet else None
-        self.decision = decide(self.container, settings, ledger)
+        self.decision = decide(self.container, settings, ledger, given=_is_given(self.config))
 
     def plan(self, settings: Settings, *, aside: bool = True) -> Plan:
         """What is to be done to it. Raises what `make` raises."""
@@ -122,6 +122,10 @@ def _direct(config: dict[str, Any], container: Container, decision: Decision, se
                 config = oci.put_env(config, CUDA_VISIBLE_DEVICES, cuda.cuda_value(request))
     config, work = _take_over(config, injection.rootfs)
     config = _bind_taken(config, settings.driver_root())
+    if decision.kept and settings.capabilities != "all" and not set(DRIVER_CAPABILITIES) <= set(decision.kept):
+        from gpulet.injection.narrow import narrow_config
+
+        config, work = narrow_config(config, work, decision.kept)
     plan = Plan(config, injection, work, _libraries(config, injection, work))
     plan.memory = memory
     if aside and any(link.path.startswith("/dev/") for link in work.links):
@@ -268,6 +272,15 @@ def _freeze(plan: Plan, container: Container, folder: str) -> None:
     plan.work = plan.work.replace(freeze_device_nodes=False)
     for hook in hooks:
         plan.config = oci.add_hook(plan.config, hook)
+
+
+def _is_given(config: dict[str, Any]) -> bool:
+    """Whether an engine has put GPUs in already, from a CDI specification."""
+    if not config.get("hooks"):
+        return False
+    from gpulet.injection import cdi_hooks
+
+    return cdi_hooks.from_specification(config["hooks"])
 
 
 def _prestart(config: dict[str, Any]) -> list[dict[str, Any]]:

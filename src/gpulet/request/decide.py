@@ -29,11 +29,13 @@ MIG = (("NVIDIA_MIG_CONFIG_DEVICES", "MIG_CONFIG_DEVICES"), ("NVIDIA_MIG_MONITOR
 
 class Decision(Value):
     """request: what is to be done for the container; trace: why; mode: "legacy", "jit-cdi", "cdi" or "csv" (auto
-    resolved, but for the platform, which only the caller can look at)."""
+    resolved, but for the platform, which only the caller can look at); kept: the driver capabilities whose files stay
+    of those that an engine has put in, () where it hasn't."""
 
     request: Request
     trace: tuple[Rule, ...]
     mode: str
+    kept: tuple[str, ...] = ()
 
     def denied(self) -> bool:
         """Whether the policy keeps from the container what it asks for, or what it was given can't be read."""
@@ -46,11 +48,17 @@ def needs_ledger(container: Container, settings: Settings) -> bool:
 
 
 def decide(
-    container: Container, settings: Settings, ledger: policy.Ledger | None = None, *, hook: bool = False
+    container: Container,
+    settings: Settings,
+    ledger: policy.Ledger | None = None,
+    *,
+    hook: bool = False,
+    given: bool = False,
 ) -> Decision:
     """Decides for one container. Raises RequestError, Refused, ConfigError.
 
-    hook: the caller is the prestart hook, for which mode auto means legacy, and which knows no annotations.
+    hook: the caller is the prestart hook, for which mode auto means legacy, and which knows no annotations. given: an
+    engine has put GPUs in already, from a CDI specification, which has the files of every capability.
     """
     trace = Trace()
     if container.type == "sandbox":
@@ -59,9 +67,9 @@ def decide(
     wish, mode = _wish(container, settings, trace, hook)
     wish, reason = _after_policy(wish, container, settings, ledger, trace)
     if not wish.source:
-        return Decision(
-            Request(variable=wish.variable, privileged=container.privileged, reason=reason), trace.rules(), mode
-        )
+        none = Request(variable=wish.variable, privileged=container.privileged, reason=reason)
+        kept = capabilities(container, settings, trace, strict=False) if given and mode != "legacy" else ()
+        return Decision(none, trace.rules(), mode, kept)
     if wish.source == "cdi-annotations":
         tell_hidden(container, settings, wish.devices, trace)
     own_word = wish.source != "ledger"
@@ -82,7 +90,7 @@ def decide(
         privileged=container.privileged,
         reason=reason,
     )
-    return Decision(request, trace.rules(), mode)
+    return Decision(request, trace.rules(), mode, request.capabilities if given and mode != "legacy" else ())
 
 
 def _wish(container: Container, settings: Settings, trace: Trace, hook: bool) -> tuple[Asked, str]:
