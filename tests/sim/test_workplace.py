@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,23 @@ def test_nowhere_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", none)
     with pytest.raises(EngineError, match="No usable temporary directory found; set TMPDIR"), workplace(keep=False):
         pass
+
+
+@pytest.mark.parametrize("flag", [os.ST_NODEV, os.ST_NOEXEC])
+def test_another_folder_where_nothing_opens_or_runs_in_tmp(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, flag: int
+) -> None:
+    other = temporary / "o"
+    other.mkdir()
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=flag))
+    monkeypatch.setattr("gpulet.sim.workplace.SECOND", str(other))
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
+    with workplace(keep=False) as folder:
+        assert folder.parent == other
+    monkeypatch.setenv("TMPDIR", str(temporary))  # somebody's choice is refused later, by name
+    with workplace(keep=False) as folder:
+        assert folder.parent == temporary
 
 
 def test_too_long_for_sockets(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from gpulet.errors import EngineError, NodeError
 from gpulet.sim.cgroups import remove_tree
 
 PREFIX = "gpulet-demo-"
+SECOND = "/var/tmp"  # hier(7): the other folder for temporary files, on the disk
 # sun_path has 108 bytes (unix(7)); the longest socket below the folder is kubelet/nvidia-mig-1g.10gb.me.all.sock
 LONGEST = 108 - len("/kubelet/nvidia-mig-1g.10gb.me.all.sock") - 1
 
@@ -60,8 +61,9 @@ def _locked(prefix: str) -> tuple[Path, int]:
     """A new folder and the descriptor that holds its lock."""
     while True:
         try:
-            sweep(Path(tempfile.gettempdir()))
-            folder = Path(tempfile.mkdtemp(prefix=prefix))
+            parent = _parent()
+            sweep(parent)
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         except OSError as error:
             raise EngineError(
                 "no folder for the demo",
@@ -81,6 +83,16 @@ def _locked(prefix: str) -> tuple[Path, int]:
         if os.fstat(lock).st_nlink:  # another demo may have swept it away before the lock was ours
             return folder, lock
         os.close(lock)
+
+
+def _parent() -> Path:
+    """The folder for temporary files; if nobody has chosen it, one in which nodes open and programs run, as they don't
+    where /tmp is mounted as systemd does it (Debian 13)."""
+    parent = Path(tempfile.gettempdir())
+    chosen = any(name in os.environ for name in ("TMPDIR", "TEMP", "TMP"))
+    if not chosen and os.statvfs(parent).f_flag & (os.ST_NODEV | os.ST_NOEXEC):
+        return Path(SECOND)
+    return parent
 
 
 def sweep(parent: Path) -> None:
