@@ -136,6 +136,8 @@ def standing(pid: int, user: bool, bundle: Path, folder: Path, bound: tuple[str,
     """The hook's exit status and what it says, in the namespaces of `pid`, started in `folder`. bound: what is mounted
     there before, and where."""
     from gpulet.injection import cgroup, rootfs  # noqa: F401  # inside, their files may be out of reach
+    from gpulet.node import elf  # noqa: F401
+    from gpulet.request import bundle as _bundle  # noqa: F401
 
     kinds = [("mnt", linux.CLONE_NEWNS), *([("user", linux.CLONE_NEWUSER)] if user else [])]
     namespaces = [(os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY), kind) for name, kind in kinds]
