@@ -17,6 +17,7 @@ from gpulet.errors import UsageError
 from gpulet.launch import programs
 from gpulet.launch.beside import Laid
 from gpulet.sim import node as sim
+from support import driver_tree
 from support.containers import config, pod
 from support.machine import Machine
 
@@ -63,6 +64,18 @@ def test_a_nodes_group_in_a_user_namespace_that_has_it_as_another_or_lacks_it(ma
     assert user.get("additionalGids", []) == ([inside] if inside else [])
     told = "group 44, which opens a device node, is left out" in (machine.folder / "log").read_text()
     assert told is (not inside)
+
+
+def test_what_an_engine_brought_and_nobody_asked_for_is_told(machine: Machine) -> None:
+    encode = f"/usr/lib/x86_64-linux-gnu/libnvidia-encode.so.{driver_tree.VERSION}"
+    spec = config(f"{V}=void")
+    options = ["ro", "nosuid", "nodev", "rbind", "rprivate"]
+    spec["mounts"].append({"destination": encode, "source": f"{machine.root}{encode}", "options": options})
+    hook = {"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "update-ldcache", "--folder", "/usr/lib"]}
+    spec["hooks"] = {"createContainer": [hook]}
+    machine.make(spec)
+    shown = explain(machine, "bundle", str(machine.bundle)).stdout
+    assert f"less    mount {encode}  capabilities compute,utility" in shown
 
 
 @pytest.mark.root

@@ -122,7 +122,7 @@ def test_capabilities_narrow_what_an_engine_took_from_a_specification(
 
 @pytest.mark.parametrize(
     "changed",
-    [{"source": "{folder}/own.so"}, {"options": ["rbind", "rw"]}, {"destination": "/opt/libmine.so.1"}],
+    [{"source": "{folder}/own.so"}, {"options": ["rbind", "rprivate", "ro"]}, {"destination": "/opt/libmine.so.1"}],
 )
 def test_a_mount_of_the_users_own_stays_whatever_its_name(machine: Machine, changed: dict[str, Any]) -> None:
     made = by_cdi(machine)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _DRM = "/dev/dri/"
+_OPTIONS = frozenset({"ro", "nosuid", "nodev"})
 
 
 def narrow(injection: Injection, capabilities: Iterable[str], *, drm: bool = False) -> Injection:
@@ -42,8 +43,8 @@ def narrow_config(
     config: dict[str, Any], work: RootfsWork, capabilities: Iterable[str]
 ) -> tuple[dict[str, Any], RootfsWork]:
     """The same for a config.json into which an engine has put a specification, and for the work of its hooks. Only a
-    mount as specifications have them counts: read-only, of a file that lies at the same place beneath the driver's
-    root."""
+    mount as specifications have them counts: of a file that lies at the same place beneath the driver's root, with
+    options that people's own mounts don't have."""
     asked = Capabilities(capabilities)
     mounts = config.get("mounts") or []
     left_out = {path for path in map(_specified, mounts) if path and not _stays(path, asked)}
@@ -55,9 +56,9 @@ def narrow_config(
 
 def _specified(entry: dict[str, Any]) -> str:
     """The place of a mount that may be of a specification, "" for another."""
-    path, options = str(entry.get("destination") or ""), entry.get("options") or ()
-    is_bind = "rbind" in options or "bind" in options
-    return path if is_bind and "ro" in options and str(entry.get("source") or "").endswith(path) else ""
+    path, options = str(entry.get("destination") or ""), set(entry.get("options") or ())
+    alike = options >= _OPTIONS and options & {"bind", "rbind"}
+    return path if alike and str(entry.get("source") or "").endswith(path) else ""
 
 
 def _without_drawing(injection: Injection) -> Injection:
