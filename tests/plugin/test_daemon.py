@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -50,6 +51,24 @@ def test_reload_takes_over_without_a_new_registration(folder, kubelet):
         running.reload()
         kubelet.wait_for(GPU, 8)
         assert len(kubelet.registrations) == 1
+
+
+@pytest.mark.parametrize("turns", range(-4, 5))
+def test_an_end_beside_a_reload_is_an_end(folder, kubelet, turns):
+    """The reload wakes the daemon's work, the end cancels it: whichever comes first by whatever turns, none is lost."""
+
+    async def both(daemon):
+        first, second = (daemon.reload, daemon.stop.set) if turns >= 0 else (daemon.stop.set, daemon.reload)
+        first()
+        for _ in range(abs(turns)):
+            await asyncio.sleep(0)
+        second()
+
+    with plugin.running(folder, lambda: facts(2)) as running:
+        kubelet.wait_for(GPU, 2)
+        asyncio.run_coroutine_threadsafe(both(running.daemon), running.loop)
+        running.thread.join(10)
+        assert not running.thread.is_alive()
 
 
 def test_a_changed_file_is_noticed_and_a_bad_one_refused(folder, kubelet, caplog):

@@ -80,7 +80,7 @@ def running(
 
 class Running:
     def __init__(self, argv, look, publish, report=None):
-        self.thread = threading.Thread(target=self._main, args=(argv, look, publish), name="plugin")
+        self.thread = threading.Thread(target=self._main, args=(argv, look, publish), name="plugin", daemon=True)
         self.report = report
         self.ready = threading.Event()
         self.error: BaseException | None = None

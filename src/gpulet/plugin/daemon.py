@@ -100,7 +100,8 @@ class Daemon:
 
     async def _end_health(self) -> None:
         try:
-            await asyncio.wait_for(aside(self.wellness.stop), LAST_PATIENCE)
+            async with asyncio.timeout(LAST_PATIENCE):
+                await aside(self.wellness.stop)
         except TimeoutError:
             log.warning("the health checks don't end: NVML gives no answer; ending without them")
 
@@ -129,7 +130,8 @@ class Daemon:
 
     async def _wait(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._reload.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._reload.wait()
         except TimeoutError:
             pass
 

@@ -94,7 +94,8 @@ async def problem(resource: str, config: Config) -> str:
         return f"{waiting}: {program} can't be run: {error.strerror}"
     output = None
     try:
-        output, _ = await asyncio.wait_for(process.communicate(QUESTION.encode()), ANSWER_TIMEOUT)
+        async with asyncio.timeout(ANSWER_TIMEOUT):
+            output, _ = await process.communicate(QUESTION.encode())
     except TimeoutError:
         return f"{waiting}: no answer within {ANSWER_TIMEOUT:g} s"
     finally:
@@ -102,7 +103,8 @@ async def problem(resource: str, config: Config) -> str:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.communicate(), KILL_TIMEOUT)  # also to the end of the pipes
+                async with asyncio.timeout(KILL_TIMEOUT):
+                    await process.communicate()  # also to the end of the pipes
     if process.returncode:
         words = " ".join(output.decode(errors="replace").split())
         return f"{waiting}: {PROGRAM} ended with {process.returncode}: {words}"
