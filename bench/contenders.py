@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.peers import Peers
@@ -47,17 +47,20 @@ state-dir = "{state}"
 @dataclass(frozen=True)
 class Contender:
     """A runtime as it is measured. maker: "bare", "gpulet" or "peer"; mode: "jit-cdi", "cdi", "legacy" or ""; form: how
-    the CDI specification is written; capabilities: what the image asks for."""
+    the CDI specification is written; capabilities: what the image asks for; prefork: whether gpulet-prefork runs."""
 
     maker: str
     mode: str = ""
     form: str = ""
     capabilities: str = ""
+    prefork: bool = False
 
     @property
     def name(self) -> str:
         """The contender in words."""
-        return " ".join(filter(None, (self.maker, self.mode, self.form, self.capabilities)))
+        return " ".join(
+            filter(None, (self.maker, "prefork" if self.prefork else "", self.mode, self.form, self.capabilities))
+        )
 
 
 BARE = Contender("bare")
@@ -68,14 +71,18 @@ OURS = tuple(
 )
 
 
+PREFORKED = tuple(replace(one, prefork=True) for one in OURS if one.mode == "jit-cdi" or one.form == "JSON")
+
+
 def contenders(peers: Peers) -> list[Contender]:
     """Everyone who can run here; what the peer lacks a part for is left out (see `lacking`)."""
-    found = [BARE, *OURS]
+    found = [BARE, *OURS, *PREFORKED]
     if peers.runtime and peers.ctk:
         found.append(Contender("peer", "jit-cdi", "", ALL))
         if peers.cdi_hook:
             found.append(Contender("peer", "cdi", "YAML", ALL))
-            found += [Contender("gpulet", "cdi", "peer's YAML", capabilities) for capabilities in (ALL, SOME)]
+            both = [(capabilities, prefork) for prefork in (False, True) for capabilities in (ALL, SOME)]
+            found += [Contender("gpulet", "cdi", "peer's YAML", *one) for one in both]
     if peers.runtime and peers.hook and peers.container_cli:
         found += [Contender("peer", "legacy", "", capabilities) for capabilities in (ALL, SOME)]
     return found
@@ -106,18 +113,19 @@ def _runtime(site: Site, peers: Peers, one: Contender) -> Runtime:
     if one.maker == "bare":
         return Runtime(one.name, LOW_LEVEL, {}, env)
     ours = one.maker == "gpulet"
+    launchers = site.preforked() if one.prefork else site.launchers
     text = CONFIG.format(
         root=site.node.root,
         mode=one.mode,
         flag=NO_SANDBOXUTILS,
         low=LOW_LEVEL,
-        cli=site.launchers["gpulet-container-cli"] if ours else peers.container_cli,
-        hook=site.launchers["gpulet-hook"] if ours else peers.hook,
+        cli=launchers["gpulet-container-cli"] if ours else peers.container_cli,
+        hook=launchers["gpulet-hook"] if ours else peers.hook,
         ctk=peers.ctk or "nvidia-ctk",
         specs=_specs(site, peers, one.form if ours else f"peer's {one.form}") if one.form else site.folder / "none",
         state=site.folder / "run",
     )
-    program = str(site.launchers["gpulet-runtime"]) if ours else peers.runtime
+    program = str(launchers["gpulet-runtime"]) if ours else peers.runtime
     return Runtime(one.name, program, site.config(one.name.replace(" ", "-"), text), env)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 from bench.contenders import ALL, BARE, SAME, SOME, Contender, contenders, lacking, runtimes
 from bench.measure import Say, Spread, alternate, spread, timed
@@ -70,11 +71,11 @@ def table(taken: dict[Contender, Spread], notes: list[str]) -> Table:
     for one, seen in taken.items():
         added: Cell = None if one == BARE else seen.median - taken[BARE].median
         quartiles = f"{seen.lower:.1f} to {seen.upper:.1f}"
-        words = (one.maker, one.mode, one.form, one.capabilities)
+        words = (f"{one.maker}{' prefork' if one.prefork else ''}", one.mode, one.form, one.capabilities)
         made.add(*words, seen.median, seen.least, quartiles, added, against.get(one), by_least.get(one))
     for limit, text, with_facts, with_spec in GOALS:
-        for form in ("", "JSON", "peer's YAML"):
-            one = Contender("gpulet", "cdi" if form else "jit-cdi", form, with_spec if form else with_facts)
+        for form, prefork in product(("", "JSON", "peer's YAML"), (True, False)):
+            one = Contender("gpulet", "cdi" if form else "jit-cdi", form, with_spec if form else with_facts, prefork)
             if one in taken:
                 made.goals.append(Goal(f"{one.name}: added time of the peer's, {text},", limit, against.get(one)))
     return made

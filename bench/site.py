@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -91,9 +92,10 @@ class Site:
         self._images = ImageStore(self.folder / "images")
         self._number = 0
         self._living: dict[str, Container] = {}
+        self._prefork: subprocess.Popen[bytes] | None = None
         try:
             self.node = simulated.create(self.folder / "node", profile)
-            self.launchers = write_launchers(self.folder / "bin")
+            self.launchers = write_launchers(self.folder / "bin", self.folder / "nobody")
         except BaseException:
             self._clear()
             raise
@@ -105,7 +107,23 @@ class Site:
         for container in list(self._living.values()):
             container.remove()
         remove_tree(self.cgroup)
+        if self._prefork:
+            self._prefork.terminate()
+            self._prefork.wait()
         self._clear()
+
+    def preforked(self) -> dict[str, Path]:
+        """Launchers for which gpulet-prefork keeps workers; it starts with the first call."""
+        workers = self.folder / "workers"
+        launchers = {path.name: path for path in (self.folder / "prefork").glob("gpulet-*")}
+        if not self._prefork:
+            launchers = write_launchers(self.folder / "prefork", workers)
+            self._prefork = subprocess.Popen([launchers["gpulet-prefork"]], stdin=subprocess.DEVNULL)
+            while not list(workers.glob("*/*/answer")):
+                if self._prefork.poll() is not None:
+                    raise EngineError("gpulet-prefork", seen=f"ended with {self._prefork.returncode}")
+                time.sleep(0.05)
+        return launchers
 
     def _clear(self) -> None:
         mount_api.umount2(str(self.folder), mount_api.MNT_DETACH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 from bench.contenders import ALL, BARE, Contender, contenders, lacking, runtimes
@@ -37,13 +38,21 @@ def run(peers: Peers, rounds: int, say: Say) -> list[Table]:
                 quartiles = f"{BATCH / seen.upper * 1e3:.1f} to {BATCH / seen.lower * 1e3:.1f}"
                 rate, part = BATCH / seen.median * 1e3, bare / seen.median
                 made.add(
-                    one.maker, f"{one.mode} {one.form}".strip(), width, rounds * BATCH, rate, quartiles, part, each
+                    f"{one.maker}{' prefork' if one.prefork else ''}",
+                    f"{one.mode} {one.form}".strip(),
+                    width,
+                    rounds * BATCH,
+                    rate,
+                    quartiles,
+                    part,
+                    each,
                 )
     return [made]
 
 
 def _whole() -> list[Contender]:
     ours = [Contender("gpulet", mode, form, ALL) for mode, form in (("jit-cdi", ""), ("cdi", "JSON"))]
+    ours += [replace(one, prefork=True) for one in ours]
     return [*ours, Contender("peer", "jit-cdi", "", ALL), Contender("peer", "cdi", "YAML", ALL)]
 
 

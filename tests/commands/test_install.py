@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpulet.commands.main import main
+from gpulet.engines import launchers
 from gpulet.engines.launchers import LASTING, PROGRAMS
 
 
@@ -57,3 +59,27 @@ def test_a_full_disk_is_named_by_the_folder(
 def test_no_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["install", "--prefix", "", "--yes"]) == 2
     assert "--prefix" in capsys.readouterr().err
+
+
+def test_a_unit_for_prefork(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launchers, "FAST_SHELLS", (Path("/bin/sh").resolve().name,))
+    assert main(["install", "--prefix", str(tmp_path / "a b%"), "--yes", "--prefork"]) == 0
+    unit = tmp_path / "a b%" / "lib/systemd/system/gpulet-prefork.service"
+    assert f'ExecStart="{tmp_path}/a b%%/bin/gpulet-prefork"\n' in unit.read_text()
+    assert f"systemctl enable --now {unit}" in capsys.readouterr().out
+    assert os.access(tmp_path / "a b%" / "bin/gpulet-prefork", os.X_OK)
+    assert main(["install", "--prefix", str(tmp_path / "plain"), "--yes"]) == 0
+    assert not (tmp_path / "plain" / "lib").exists()
+
+
+def test_no_prefork_where_no_launcher_would_ask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launchers, "FAST_SHELLS", ())
+    assert main(["install", "--prefix", str(tmp_path), "--yes", "--prefork"]) == 1
+    assert "/bin/sh is " in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert main(["install", "--prefix", str(tmp_path), "--yes"]) == 0
+    done = subprocess.run([tmp_path / "bin" / "gpulet-prefork"], capture_output=True, text=True)
+    assert done.returncode == 1 and "/bin/sh" in done.stderr

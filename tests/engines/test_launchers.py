@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gpulet.engines.launchers import LASTING, PROGRAMS, first_lines, lasting_text, launcher_text, write_launchers
+from gpulet.engines.launchers import LASTING, OWN, PROGRAMS, first_lines, lasting_text, launcher_text, write_launchers
 from gpulet.sim import node
 from gpulet.version import __version__
 
 
 def test_every_program_starts(tmp_path: Path) -> None:
     written = write_launchers(tmp_path / "bin")
-    assert set(written) == set(PROGRAMS) | set(LASTING)
+    assert set(written) == set(PROGRAMS) | set(LASTING) | set(OWN)
     assert all(path.stat().st_mode & 0o777 == 0o755 for path in written.values())
     for program in ("gpulet-container-cli", "gpulet-device-plugin"):
         result = subprocess.run([written[program], "--version"], capture_output=True, text=True, check=True)

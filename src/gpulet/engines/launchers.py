@@ -19,7 +19,7 @@ from pathlib import Path
 
 import gpulet
 from gpulet.engines import interpreters, pack
-from gpulet.launch import shortcut
+from gpulet.launch import shortcut, worker
 from gpulet.settings import DEFAULT_PATH
 
 # program -> (module, the peer's program that it stands in for)
@@ -30,6 +30,9 @@ PROGRAMS = {
     "gpulet-cdi-hook": ("gpulet.launch.cdi_hook", "nvidia-cdi-hook"),
 }
 
+# started as those are, and nobody's stand-in
+OWN = {"gpulet-prefork": "gpulet.launch.prefork"}
+
 # programs that live long and load libraries as usual: only their interpreter is fixed
 LASTING = {"gpulet-device-plugin": ("gpulet.plugin.entry", "nvidia-device-plugin")}
 
@@ -37,6 +40,7 @@ LASTING = {"gpulet-device-plugin": ("gpulet.plugin.entry", "nvidia-device-plugin
 COMPANIONS = {"mps-control-daemon": "gpulet-device-plugin", "config-manager": "gpulet-device-plugin"}
 
 SHELL = Path("/bin/sh")
+WORKERS = Path("/run/gpulet/workers")
 
 # Linux reads at most 256 bytes of a "#!" line, the newline included (BINPRM_BUF_SIZE, linux/binfmts.h)
 SHEBANG_LIMIT = 255
@@ -61,7 +65,9 @@ def _by_shell(commands: str) -> str:
 # What dash and others have built in is all that is used: another program would take as long as Python.
 _SHORTCUT = f"""\
 gpulet_by=shortcut
-for gpulet_word; do case $gpulet_word in create | -*version*) gpulet_by=python ;; esac; done
+for gpulet_word; do
+  case $gpulet_word in create) gpulet_by=worker ;; -*version*) gpulet_by=python && break ;; esac
+done
 if [ $gpulet_by = shortcut ]; then
   gpulet_home=${{XDG_CONFIG_HOME:-{os.path.dirname(os.path.dirname(DEFAULT_PATH))}}}
   gpulet_config=${{GPULET_CONFIG:-${{NVIDIA_CTK_CONFIG_FILE_PATH:-$gpulet_home/nvidia-container-runtime/config.toml}}}}
@@ -70,6 +76,30 @@ if [ $gpulet_by = shortcut ]; then
     ! [ "$gpulet_kept" -nt "$gpulet_config" ] && ! [ "$gpulet_config" -nt "$gpulet_kept" ] &&
     {{ IFS= read -r gpulet_low && IFS= read -r gpulet_path; }} <"$gpulet_kept" &&
     [ "$gpulet_path" = "$PATH" ] && [ -x "$gpulet_low" ]; then exec "$gpulet_low" "$@"; fi
+fi
+"""
+
+# Has a worker (launch/worker.py) do what Python would be started for, and becomes what it answers. Descriptors that an
+# engine hands on to the container stay as they are. The pipe for answers is opened for both, which waits for nobody,
+# only until it is open for reading: from then on its other end is the worker's alone, and the worker's death is its
+# end. Once it is asked the worker looks at this process, so nothing else is redirected then.
+_BY_WORKER = """\
+if [ $gpulet_by = worker ] && ! [ -e /proc/self/fd/{asked} ] && ! [ -e /proc/self/fd/{held} ]; then
+  set -C
+  for gpulet_at in {folder}/*; do
+    if {{ echo $$ >"$gpulet_at/{taken}"; }} 2>/dev/null && [ -p "$gpulet_at/{ask}" ]; then
+      gpulet_answer=
+      if command exec {asked}<>"$gpulet_at/{answer}" {held}</proc/self/fd/{asked} {asked}<>"$gpulet_at/{ask}"; then
+        IFS= read -r gpulet_answer <&{held}
+        exec {asked}>&- {held}<&-
+      fi
+      case $gpulet_answer in
+        /*) exec "$gpulet_answer" "$@" ;;
+        [0-9]*) exit "$gpulet_answer" ;;
+      esac
+      break
+    fi
+  done
 fi
 """
 FAST_SHELLS = ("dash", "busybox")  # start in less than a millisecond; bash takes two
@@ -92,31 +122,43 @@ _GONE = """\
 """
 
 
-def _before(module: str, interpreter: str) -> str:
-    """What a launcher's shell does before Python starts, "" where there is nothing, or no shell that is worth it."""
-    if module != "gpulet.launch.runtime" or SHELL.resolve().name not in FAST_SHELLS:
+def fast_shell() -> bool:
+    """Whether this machine's /bin/sh starts so fast that gpulet-runtime's launcher is a script for it."""
+    return SHELL.resolve().name in FAST_SHELLS
+
+
+def _before(module: str, interpreter: str, workers: str) -> str:
+    """What a launcher's shell does before Python starts, "" where there is nothing, or no shell that is worth it.
+    workers: the folder that holds theirs."""
+    if module != "gpulet.launch.runtime" or not fast_shell():
         return ""
     message = f"gpulet-runtime: the Python that it was installed with is gone: {interpreter}; run: gpulet install"
     line = json.dumps({"level": "error", "msg": message})
     text = f"level=error msg={json.dumps(message)}"
     quoted = {"json": line, "text": text, "message": message, "interpreter": interpreter}
-    return _SHORTCUT + _GONE.format(**{name: shlex.quote(value) for name, value in quoted.items()})
+    names: dict[str, object] = {"asked": worker.ASKED, "held": worker.HELD}
+    names |= {"ask": worker.ASK, "answer": worker.ANSWER, "taken": worker.TAKEN}
+    by_worker = _BY_WORKER.format(folder=shlex.quote(workers), **names) if workers else ""
+    return _SHORTCUT + by_worker + _GONE.format(**{name: shlex.quote(value) for name, value in quoted.items()})
 
 
-def launcher_text(module: str, interpreter: str = sys.executable, modules: tuple[Path, int] | None = None) -> str:
+def launcher_text(
+    module: str, interpreter: str = sys.executable, modules: tuple[Path, int] | None = None, workers: str = ""
+) -> str:
     """The text of one launcher: isolated interpreter, and after its own modules, gpulet's folder and its libraries'.
-    modules: the pack that the modules come out of (its path and its head's length)."""
+    modules: the pack that the modules come out of (its path and its head's length); workers: the folder where those of
+    the same pack wait."""
     source = str(Path(gpulet.__file__).resolve().parent.parent)
     libraries = sysconfig.get_paths()["purelib"]
     return (
-        f"{first_lines(interpreter, '-ISXutf8', _before(module, interpreter))}"
+        f"{first_lines(interpreter, '-ISXutf8', _before(module, interpreter, workers))}"
         "import marshal, posix, sys\n"  # all of them are built in; this text is compiled in every start, so it is short
         f"sys.path += [{source!r}, {libraries!r}]\n"
         f"{_from_pack(*modules) if modules else ''}"
         "try: from gpulet.launch.start import run\n"
         "except ImportError:\n"
         f"    sys.exit(f'{{sys.argv[0]}}: gpulet is not in {{sys.path[-2]}} any more; run: gpulet install')\n"
-        f"run({module!r})\n"
+        f"run({', '.join(map(repr, [module, workers] if module in OWN.values() else [module]))})\n"
     )
 
 
@@ -141,8 +183,9 @@ def lasting_text(module: str, interpreter: str = sys.executable) -> str:
     return f"{start}import sys\nfrom {module} import main\nsys.exit(main())\n"
 
 
-def write_launchers(folder: Path) -> dict[str, Path]:
-    """Writes every launcher into a folder, each aside and renamed, mode 0755; gives program -> path."""
+def write_launchers(folder: Path, workers: Path = WORKERS) -> dict[str, Path]:
+    """Writes every launcher into a folder, each aside and renamed, mode 0755; gives program -> path. workers: where
+    workers wait, each installation's in a folder of its own."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
@@ -151,7 +194,9 @@ def write_launchers(folder: Path) -> dict[str, Path]:
     compileall.compile_dir(str(Path(gpulet.__file__).parent), quiet=2, maxlevels=3)
     interpreter, standard = interpreters.best()
     modules = pack.write(folder, standard)
-    texts = {program: launcher_text(module, interpreter, modules) for program, (module, _peer) in PROGRAMS.items()}
+    own = str(workers / modules[0].name.removeprefix(pack.NAME)) if fast_shell() else ""
+    programs = {program: module for program, (module, _peer) in PROGRAMS.items()} | OWN
+    texts = {program: launcher_text(module, interpreter, modules, own) for program, module in programs.items()}
     texts |= {program: lasting_text(module) for program, (module, _peer) in LASTING.items()}
     written = {}
     for program, text in texts.items():

@@ -38,7 +38,7 @@ class Pack:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """The way to load a module, None where it isn't packed or its source has changed since."""
-        if name not in self.index or not self._current(name):
+        if name not in self.index or not self.is_current(name):
             return None
         offset, _, source, _, _, package, _ = self.index[name]
         if offset < 0:
@@ -50,13 +50,18 @@ class Pack:
             spec.submodule_search_locations.append(source.rpartition("/")[0])
         return spec
 
-    def _current(self, name: str) -> bool:
+    def is_current(self, name: str) -> bool:
+        """Whether a module's source is the one that was packed."""
         offset, _, source, size, changed, _, _ = self.index[name]
         try:
             found = posix.stat(source)
         except OSError:
             return False
         return offset < 0 or (found.st_size, found.st_mtime_ns) == (size, changed)
+
+    def unchanged(self) -> bool:
+        """Whether every packed module that is loaded still has the source that was packed."""
+        return all(self.is_current(name) for name in self.index if name in sys.modules)
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
@@ -67,7 +72,7 @@ class Pack:
 
     def _make_needed(self, name: str) -> None:
         for other in self.index[name][6]:
-            if other not in sys.modules and other in self.index and self._current(other):
+            if other not in sys.modules and other in self.index and self.is_current(other):
                 self._make(other)
 
     def _make(self, name: str) -> None:

@@ -167,6 +167,13 @@ def _mount(mount: Mount) -> dict[str, Any]:
 
 def place(destination: str | None) -> str:
     """A mount's destination as the low-level runtimes take it: from the root on, whatever slashes it begins with."""
+    if (
+        destination
+        and destination[0] == "/"
+        and destination[-1] != "/"
+        and not ("//" in destination or "/." in destination)
+    ):
+        return destination  # nearly all are, and a container has a hundred
     return os.path.normpath("/" + (destination or "").lstrip("/"))
 
 

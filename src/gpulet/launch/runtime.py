@@ -20,15 +20,17 @@ from gpulet.version import __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from typing import NoReturn
 
     from gpulet.launch.log import Log
     from gpulet.launch.plan import Bundle, Plan
     from gpulet.node.gpu import NodeFacts
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns only where it fails. argv: without the program's name."""
+def main(argv: Sequence[str] | None = None, become: Callable[[str, Sequence[str]], NoReturn] | None = None) -> int:
+    """Runs the program; returns only where it fails. argv: without the program's name. become: what the end is in
+    place of programs.become."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     call = calls.Call()
     settings = Settings()
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     try:
         shortcut.keep(settings, low_level, time() - (perf_counter() - began))
-        programs.become(low_level, arguments)
+        (become or programs.become)(low_level, arguments)
     except OSError as error:
         _log(call, settings).error(f"could not exec '{low_level}': {error.strerror}")
         return 1

@@ -28,18 +28,24 @@ def put(text: str) -> None:
         raise GpuletError("can't write to standard output", seen=error.strerror) from error
 
 
-def run(module: str) -> NoReturn:
+def run(module: str, *arguments: str) -> NoReturn:
     """Calls a module's `main` and ends the process with what it answers. module: its full name."""
     gc.disable()
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the caller: what is written there goes nowhere, not elsewhere
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     __import__(module)
-    code: int = sys.modules[module].main()
+    code: int = sys.modules[module].main(*arguments)
+    failed = flush()
+    os._exit(code or failed)
+
+
+def flush() -> int:
+    """Brings what was printed out; the exit status that a failure of it means, else 0."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError as error:
         os.write(2, f"{sys.argv[0]}: can't write: {error.strerror}\n".encode(errors="replace"))
-        code = code or 1
-    os._exit(code)
+        return 1
+    return 0
