@@ -99,6 +99,8 @@ class Keeper:
         finally:
             self._end_all()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+        if _state(sys.argv[0]) is None:
+            raise ConfigError("this program is gone", seen=sys.argv[0], remedy="run: gpulet install")
         os.execv(sys.argv[0], sys.argv)
 
     def _prepare(self) -> None:
