@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -52,10 +53,11 @@ class Prefork:
         self.runtime.write_text(text.replace("#!/bin/sh", f"#!{real}", 1))
         self.running: subprocess.Popen | None = None
 
-    def start(self, *words: str) -> None:
+    def start(self, *words: str, stderr: IO[bytes] | None = None) -> None:
         """Starts gpulet-prefork, and waits for its workers."""
-        self.running = subprocess.Popen([str(self.program), *words], env={"PATH": "/nowhere", "HOME": "/keeper's"})
-        until(lambda: len(self.free()) == (1 if words else 4))
+        environ = {"PATH": "/nowhere", "HOME": "/keeper's"}
+        self.running = subprocess.Popen([str(self.program), *words], env=environ, stderr=stderr)
+        until(lambda: len(self.free()) == (int(words[0][-1]) if words else 4))
 
     def end(self) -> None:
         if self.running and self.running.poll() is None:
@@ -64,8 +66,8 @@ class Prefork:
 
     def free(self) -> list[Path]:
         """The folders of workers that nobody has taken."""
-        folders = [path.parent for path in self.workers.glob("*/*/answer")]
-        return [folder for folder in folders if folder.name[0] != "." and not (folder / "taken").exists()]
+        folders = [path for path in self.workers.glob("*/[!.]*") if not (path / "taken").exists()]
+        return [folder for folder in folders if (folder / "ask").exists()]  # asked last: it goes first
 
     def processes(self) -> list[int]:
         """The workers."""
@@ -73,6 +75,12 @@ class Prefork:
         return [
             int(one) for one in Path(f"/proc/{self.running.pid}/task/{self.running.pid}/children").read_text().split()
         ]
+
+    def call(self) -> list[str]:
+        return [str(self.runtime), "create", "--bundle", str(self.machine.bundle), "x"]
+
+    def environ(self) -> dict[str, str]:
+        return {"PATH": os.environ["PATH"], "GPULET_CONFIG": str(self.machine.config_file)}
 
     def by_python(self) -> bool:
         """Whether Python was started since it was asked last."""
@@ -147,7 +155,7 @@ def test_many_at_once(prefork: Prefork) -> None:
         shutil.copytree(prefork.machine.bundle, bundle, symlinks=True)
         (bundle / "config.json").write_text(json.dumps(config(*GPUS)))
         call = [str(prefork.runtime), "create", "--bundle", str(bundle), str(number)]
-        environ = {"PATH": os.environ["PATH"], "GPULET_CONFIG": str(prefork.machine.config_file)}
+        environ = prefork.environ()
         subprocess.run(call, env=environ, check=True, timeout=60)
         made = json.loads((bundle / "config.json").read_text())
         return sum(node["path"].startswith("/dev/nvidia") for node in made["linux"]["devices"])
@@ -181,7 +189,7 @@ def test_folder_and_umask_are_the_shells(prefork: Prefork) -> None:
     machine = prefork.machine
     prefork.create(*GPUS)
     (machine.bundle / "config.json").write_text(json.dumps(config(*GPUS)))
-    environ = {"PATH": os.environ["PATH"], "GPULET_CONFIG": str(machine.config_file)}
+    environ = prefork.environ()
     log = machine.folder / "log"
     log.unlink(missing_ok=True)
     subprocess.run([str(prefork.runtime), "create", "x"], cwd=machine.bundle, env=environ, check=True, umask=0o077)
@@ -231,7 +239,7 @@ def test_descriptors_of_the_engine_stay(prefork: Prefork, closed: tuple[int, ...
         prefork.machine.make(config(*GPUS))
         words = " ".join(f"{number}>&-" for number in closed)
         call = f"exec {prefork.runtime} create --bundle {prefork.machine.bundle} x 3>&{write} {words}"
-        environ = {"PATH": os.environ["PATH"], "GPULET_CONFIG": str(prefork.machine.config_file)}
+        environ = prefork.environ()
         for also, python in (("7>&3", True), ("", False)):
             subprocess.run(["bash", "-c", f"{call} {also}"], pass_fds=[write], env=environ, stderr=subprocess.DEVNULL)
             assert prefork.by_python() == python
@@ -286,8 +294,7 @@ def test_a_worker_that_is_killed_at_work(prefork: Prefork) -> None:
     prefork.machine.make(config(*GPUS))
     root = prefork.machine.bundle / "rootfs"
     workers = prefork.processes()
-    environ = {"PATH": os.environ["PATH"], "GPULET_CONFIG": str(prefork.machine.config_file)}
-    call = [str(prefork.runtime), "create", "--bundle", str(prefork.machine.bundle), "x"]
+    call, environ = prefork.call(), prefork.environ()
     held = os.open(root, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -312,7 +319,79 @@ def _opened(pid: int, path: Path) -> bool:
     return False
 
 
-def test_a_shell_that_took_a_worker_and_never_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kills_the_shell_ends_the_work(prefork: Prefork) -> None:
+    path = prefork.machine.make(config(*GPUS))
+    before, root = path.read_bytes(), prefork.machine.bundle / "rootfs"
+    workers = prefork.processes()
+    held = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with subprocess.Popen(prefork.call(), env=prefork.environ()) as shell:
+            busy = until(lambda: next((pid for pid in workers if _opened(pid, root)), None))
+            shell.kill()
+            until(lambda: not _opened(busy, root))
+    finally:
+        os.close(held)
+    assert path.read_bytes() == before and not prefork.by_python()
+
+
+OTHER_MACHINE = b"\x7fELF\x02\x01\x01" + b"\0" * 11 + b"\xff\xff" + b"\0" * 40
+
+
+@pytest.mark.parametrize("low", [b"echo no first line\n", b"#!/nowhere/sh\n", b"", OTHER_MACHINE])
+def test_a_low_level_runtime_that_does_not_start(shared: Prefork, low: bytes) -> None:
+    def failing() -> tuple[int, str, str]:
+        shared.machine.make(config(*GPUS))
+        log = shared.machine.folder / "engine.log"
+        log.unlink(missing_ok=True)
+        words = ("--log", str(log), "create", "--bundle", str(shared.machine.bundle), "x")
+        done = shared.machine.run("gpulet-runtime", *words)
+        return done.returncode, done.stderr.partition("msg=")[2], log.read_text().partition("msg=")[2]
+
+    before = shared.machine.low.read_text()
+    shared.machine.low.write_bytes(low)
+    try:
+        wanted = failing()
+        assert wanted[0] == 1 and "could not exec" in wanted[1] and wanted[1] == wanted[2]
+        shared.start()
+        assert failing() == wanted
+    finally:
+        shared.machine.low.write_text(before)
+        shared.end()
+
+
+def test_a_folder_that_is_no_workers(prefork: Prefork) -> None:
+    """As a shell finds it that comes while a worker's is being taken away."""
+    (folder,) = prefork.workers.iterdir()
+    for left in ((), ("ask",), ("answer",)):
+        fake = folder / "0"
+        fake.mkdir()
+        for name in left:
+            os.mkfifo(fake / name)
+        assert prefork.create(*GPUS)["linux"]["devices"] and prefork.by_python()
+        prefork.create(*GPUS)  # its worker's end has what is nobody's swept away
+        until(lambda: not (folder / "0").exists())
+
+
+def test_a_worker_that_is_stopped_at_work(tmp_path: Path) -> None:
+    """After as long as a kubelet waits, the shell does the work."""
+    made = Prefork(tmp_path, SHELLS[0])
+    made.start("--workers=1")
+    try:
+        made.machine.make(config(*GPUS))
+        (pid,), (folder,) = made.processes(), made.free()
+        os.kill(pid, signal.SIGSTOP)
+        with subprocess.Popen(made.call(), env=made.environ()) as shell:
+            taken = folder / "taken"
+            until(lambda: taken.exists() and taken.stat().st_size)
+            os.utime(taken, (0, time.time() - 3600))
+            assert shell.wait(20) == 0
+        assert made.by_python()
+    finally:
+        made.end()
+
+
+def test_a_shell_that_took_a_worker_and_never_asks(tmp_path: Path) -> None:
     made = Prefork(tmp_path, SHELLS[0])
     made.start("--workers=1")
     try:
@@ -328,8 +407,7 @@ def test_a_shell_that_took_a_worker_and_never_asks(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("unlike", [linux.CLONE_NEWNS, linux.CLONE_NEWUSER], ids=["mount namespace", "user namespace"])
 def test_shells_that_see_another_system(prefork: Prefork, unlike: int) -> None:
     prefork.machine.make(config(*GPUS))
-    call = [str(prefork.runtime), "create", "--bundle", str(prefork.machine.bundle), "x"]
-    environ = {"PATH": os.environ["PATH"], "GPULET_CONFIG": str(prefork.machine.config_file)}
+    call, environ = prefork.call(), prefork.environ()
     kind = ["--mount"] if unlike == linux.CLONE_NEWNS else ["--user", "--map-root-user"]
     subprocess.run(["unshare", *kind, *call], env=environ, check=True)
     assert prefork.by_python()
@@ -345,6 +423,7 @@ def test_who_reads_must_be_who_took(prefork: Prefork, text: str) -> None:
     reading = os.open(f"/proc/self/fd/{held}", os.O_RDONLY)
     os.close(held)
     asking = os.open(folder / "ask", os.O_RDWR)
+    os.write(asking, b"\n")
     try:
         assert os.read(reading, 10) == b""
     finally:
@@ -384,6 +463,48 @@ def test_a_second_one_is_refused(prefork: Prefork) -> None:
     assert len(prefork.free()) == 4
 
 
+def test_a_folder_that_is_taken_away_is_made_anew(prefork: Prefork) -> None:
+    shutil.rmtree(prefork.workers)
+    until(lambda: len(prefork.free()) == 4, 20)
+    prefork.create(*GPUS)
+    assert not prefork.by_python()
+
+
+def test_who_is_never_served_is_told_once(tmp_path: Path) -> None:
+    made = Prefork(tmp_path, SHELLS[0])
+    with open(tmp_path / "said", "wb") as said:
+        made.start("--workers=2", stderr=said)
+    try:
+        for _ in range(3):
+            made.machine.make(config(*GPUS))
+            subprocess.run(["unshare", "--mount", *made.call()], env=made.environ(), check=True)
+            until(lambda: len(made.free()) == 2)
+    finally:
+        made.end()
+    assert (tmp_path / "said").read_text().count("another mount namespace") == 1
+
+
+def test_started_by_who_ignores_its_children(tmp_path: Path) -> None:
+    made = Prefork(tmp_path, SHELLS[0])
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        made.start("--workers=1")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    try:
+        for _ in range(3):
+            until(made.free)
+            made.create(*GPUS)
+            assert not made.by_python()
+    finally:
+        made.end()
+
+
+def test_closed_streams(shared: Prefork) -> None:
+    done = subprocess.run(["sh", "-c", f"exec {shared.program} <&-"], capture_output=True, text=True)
+    assert done.returncode == 1 and "is closed" in done.stderr
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_its_end_leaves_nothing(prefork: Prefork, how: signal.Signals) -> None:
     assert prefork.running
@@ -405,7 +526,7 @@ def test_another_installation_has_workers_of_its_own(prefork: Prefork, tmp_path:
     (tmp_path / "gpulet-runtime").chmod(0o755)
     prefork.machine.make(config(*GPUS))
     call = [str(tmp_path / "gpulet-runtime"), "create", "--bundle", str(prefork.machine.bundle), "x"]
-    environ = {"PATH": os.environ["PATH"], "GPULET_CONFIG": str(prefork.machine.config_file)}
+    environ = prefork.environ()
     before = set(prefork.free())
     subprocess.run(call, env=environ, check=True)
     assert set(prefork.free()) == before

@@ -20,7 +20,7 @@ Before=containerd.service crio.service docker.service
 [Service]
 ExecStart="{program}"
 KillMode=mixed
-Restart=on-failure
+Restart=always
 RestartSec=10
 
 [Install]

@@ -82,17 +82,19 @@ fi
 # Has a worker (launch/worker.py) do what Python would be started for, and becomes what it answers. Descriptors that an
 # engine hands on to the container stay as they are. The pipe for answers is opened for both, which waits for nobody,
 # only until it is open for reading: from then on its other end is the worker's alone, and the worker's death is its
-# end. Once it is asked the worker looks at this process, so nothing else is redirected then.
+# end. Once it is asked the worker copies standard error, so nothing but standard output is redirected then.
 _BY_WORKER = """\
 if [ $gpulet_by = worker ] && ! [ -e /proc/self/fd/{asked} ] && ! [ -e /proc/self/fd/{held} ]; then
   set -C
   for gpulet_at in {folder}/*; do
-    if {{ echo $$ >"$gpulet_at/{taken}"; }} 2>/dev/null && [ -p "$gpulet_at/{ask}" ]; then
+    if {{ echo $$ >"$gpulet_at/{taken}"; }} 2>/dev/null; then
       gpulet_answer=
-      if command exec {asked}<>"$gpulet_at/{answer}" {held}</proc/self/fd/{asked} {asked}<>"$gpulet_at/{ask}"; then
-        IFS= read -r gpulet_answer <&{held}
-        exec {asked}>&- {held}<&-
+      if {{ command exec {asked}<>"$gpulet_at/{answer}" {held}</proc/self/fd/{asked} {asked}<>"$gpulet_at/{ask}"
+      }} 2>/dev/null; then
+        echo >&{asked}
+        IFS= read -r gpulet_answer <&{held} || gpulet_answer=
       fi
+      exec {asked}>&- {held}<&-
       case $gpulet_answer in
         /*) exec "$gpulet_answer" "$@" ;;
         [0-9]*) exit "$gpulet_answer" ;;

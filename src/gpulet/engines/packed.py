@@ -60,8 +60,16 @@ class Pack:
         return offset < 0 or (found.st_size, found.st_mtime_ns) == (size, changed)
 
     def unchanged(self) -> bool:
-        """Whether every packed module that is loaded still has the source that was packed."""
-        return all(self.is_current(name) for name in self.index if name in sys.modules)
+        """Whether every module's source is still the one that was packed."""
+        return all(map(self.is_current, self.index))
+
+    def folders(self) -> list[tuple[int, int]]:
+        """A state of the folders that the sources lie in, another one once files have been put there or taken away."""
+        found = []
+        for folder in sorted({entry[2].rpartition("/")[0] for entry in self.index.values()}):
+            state = posix.stat(folder)
+            found.append((state.st_ino, state.st_mtime_ns))
+        return found
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None

@@ -23,6 +23,7 @@ from gpulet.launch import worker
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
 WORKERS, MOST_WORKERS = 4, 64
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -30,25 +31,28 @@ HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 ENDS = HEARD[:2]
 LOOK_EVERY = 5.0  # seconds
 SILENCE = 10.0  # seconds after which a shell that took a worker won't ask any more
-REST = 1.0  # seconds between workers where they fail
+PATIENCE = 120.0  # seconds for one container, as many as a kubelet waits; then its shell does the work
+GRACE = 10.0  # seconds for what is under way when this program ends
+REST = 1.0  # seconds before the next try where workers can't be made
 
 
 def main(folder: str, argv: Sequence[str] | None = None) -> int:
-    """Runs the program. folder: where the launchers of this installation look for workers, "" where they
-    don't."""
+    """Runs the program. folder: where the launchers of this installation look for workers, "" where they don't."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whatever whoever starts us does with it
     try:
         count = _count(list(sys.argv[1:] if argv is None else argv))
         if count == 0:
             return 0
         if not folder:
             raise ConfigError("no launcher asks for workers here", seen="/bin/sh", wanted="dash or busybox there")
+        if [stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)] != [0, 1, 2]:
+            raise ConfigError("standard input, output or error is closed", remedy="open it, if only to /dev/null")
         return Keeper(folder, count).run()
     except GpuletError as error:
-        print(f"gpulet-prefork: {error}", file=sys.stderr)
-        return error.exit_code
+        return _tell(str(error)) or error.exit_code
     except OSError as error:
-        print(f"gpulet-prefork: {error}", file=sys.stderr)
-        return 1
+        return _tell(str(error)) or 1
 
 
 def _count(words: list[str]) -> int:
@@ -75,46 +79,45 @@ class Keeper:
     def __init__(self, folder: str, count: int) -> None:
         self.folder = folder
         self.count = count
-        self._workers: dict[int, str] = {}  # process -> its folder
-        self._made = 0
+        self._workers: dict[int, str] = {}  # process -> its folder's name
+        self._told: set[str] = set()
         self._loaded: list[object] = []
+        self._packs: list[Any] = []
 
     def run(self) -> int:
         """Until a signal ends it. Raises ConfigError."""
         self._prepare()
-        signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
         launcher = _state(sys.argv[0])
-        self._loaded = load()
-        if not worker.current():
+        self._loaded, self._packs = load(), packs()
+        if not self._is_current():
             raise ConfigError("gpulet has changed since its launchers were written", remedy="run: gpulet install")
         try:
-            while worker.current() and _state(sys.argv[0]) == launcher:
-                while len(self._workers) < self.count:
-                    self._start()
-                heard = signal.sigtimedwait(HEARD, LOOK_EVERY)
+            while _state(sys.argv[0]) == launcher and self._is_current():
+                more = self._fill()
+                heard = signal.sigtimedwait(HEARD, LOOK_EVERY if more else REST)
                 if heard and heard.si_signo in ENDS:
                     return 0
                 self._reap()
-                self._end_silent()
+                self._end_slow()
         finally:
             self._end_all()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
         if _state(sys.argv[0]) is None:
             raise ConfigError("this program is gone", seen=sys.argv[0], remedy="run: gpulet install")
         os.execv(sys.argv[0], sys.argv)
 
     def _prepare(self) -> None:
-        """The folder, which is ours alone from now on, without what a killed keeper left. Raises ConfigError."""
+        """The folder, which is ours alone from now on. Raises ConfigError."""
         try:
             worker.check()
         except OSError as error:
             raise ConfigError(
                 "this kernel can't do it", seen=f"pidfd_getfd: {error.strerror}", wanted="Linux 5.6"
             ) from None
+        workers = os.path.dirname(self.folder)
         try:
-            os.makedirs(os.path.dirname(os.path.dirname(self.folder)), exist_ok=True)
-            os.makedirs(os.path.dirname(self.folder), 0o700, exist_ok=True)
-            os.makedirs(self.folder, 0o700, exist_ok=True)
+            os.makedirs(os.path.dirname(workers), exist_ok=True)  # the state folder, whose other contents are no secret
+            for path in (workers, self.folder):
+                os.makedirs(path, 0o700, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
@@ -122,74 +125,97 @@ class Keeper:
             ) from error
         if not linux.lock(self._lock):
             raise ConfigError("workers are kept already", seen=self.folder, remedy="end the other gpulet-prefork first")
-        for name in os.listdir(self.folder):
-            shutil.rmtree(f"{self.folder}/{name}", ignore_errors=True)
+
+    def _is_current(self) -> bool:
+        """Whether the folder is there, and our modules are still what was loaded."""
+        return os.path.isdir(self.folder) and all(pack.unchanged() for pack in self._packs)
+
+    def _fill(self) -> bool:
+        """Makes as many workers as there should be; whether that could be done."""
+        try:
+            self._sweep()
+            while len(self._workers) < self.count:
+                self._start()
+        except OSError as error:  # too many processes, a full disk
+            self._tell_once(f"can't make workers: {error}; trying again")
+            return False
+        return True
 
     def _start(self) -> None:
-        self._made += 1
-        name = f"{os.getpid()}-{self._made}"
-        hidden, published = f"{self.folder}/.{name}", f"{self.folder}/{name}"
-        os.mkdir(hidden, 0o700)
+        name = f"{time.time_ns():x}"  # never used again: a shell may be late
+        os.mkdir(f"{self.folder}/.{name}", 0o700)
         for pipe in (worker.ASK, worker.ANSWER):
-            os.mkfifo(f"{hidden}/{pipe}", 0o600)
+            os.mkfifo(f"{self.folder}/.{name}/{pipe}", 0o600)
         keeper = os.getpid()
         pid = os.fork()
         if pid:
-            self._workers[pid] = published
+            self._workers[pid] = name
             return
         try:
             os.close(self._lock)  # the next keeper's, whatever a worker is still at when this one is killed
-            for (
-                _
-            ) in self._loaded:  # counts a reference to each, which makes its page this process's own: now, not later
-                pass
             linux.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+            own_pages(self._loaded)
             if os.getppid() == keeper:
-                worker.serve(hidden, published)
+                worker.serve(f"{self.folder}/.{name}", f"{self.folder}/{name}", self._packs)
         except BaseException:
             import traceback
 
             traceback.print_exc()
         os._exit(1)
 
+    def _sweep(self) -> None:
+        """Takes away what workers leave that ended, or that a killed keeper had."""
+        alive = set(self._workers.values())
+        for name in os.listdir(self.folder):
+            if name.lstrip(".") not in alive:
+                shutil.rmtree(f"{self.folder}/{name}", ignore_errors=True)
+
     def _reap(self) -> None:
-        """Takes away what ended workers leave."""
-        failed = False
         while self._workers:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
-            shutil.rmtree(self._workers.pop(pid), ignore_errors=True)
-            failed |= status != 0
-        if failed:
-            time.sleep(REST)
+            self._workers.pop(pid, None)
+            code = os.waitstatus_to_exitcode(status)
+            aspects = list(worker.Client("self").aspects)
+            if code == 1:
+                time.sleep(REST)  # a fault of ours, told above: not as fast as can be
+            elif 0 <= code - worker.UNLIKE < len(aspects):
+                what = aspects[code - worker.UNLIKE]
+                self._tell_once(
+                    f"who calls gpulet-runtime has another {what} than this program: workers can't serve it"
+                )
 
-    def _end_silent(self) -> None:
-        """Ends workers whose shell took them and was killed before it asked."""
-        for pid, folder in self._workers.items():
+    def _end_slow(self) -> None:
+        """Ends workers whose shell was killed before it asked, and those that take longer than anybody waits."""
+        for pid, name in self._workers.items():
             try:
-                taken = time.time() - os.stat(f"{folder}/{worker.TAKEN}").st_mtime
+                taken = time.time() - os.stat(f"{self.folder}/{name}/{worker.TAKEN}").st_mtime
             except OSError:
                 continue
-            if taken > SILENCE:
-                os.kill(pid, signal.SIGTERM)  # one that is at work doesn't mind
+            if taken > PATIENCE or (taken > SILENCE and os.path.exists(f"{self.folder}/{name}/{worker.ASK}")):
+                os.kill(pid, signal.SIGKILL)
 
     def _end_all(self) -> None:
+        """Ends the idle workers, and those at work once that is done."""
         for pid in self._workers:
             os.kill(pid, signal.SIGTERM)
-        for pid, folder in self._workers.items():
+        late = time.monotonic() + GRACE
+        while self._workers and time.monotonic() < late:
+            self._reap()
+            time.sleep(0.01)
+        for pid in self._workers:
+            os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            shutil.rmtree(folder, ignore_errors=True)
+        self._workers.clear()
+        if os.path.isdir(self.folder):
+            self._sweep()
 
-
-def _state(path: str) -> tuple[int, int] | None:
-    """What tells one version of a file from another, None where there is none."""
-    try:
-        info = os.stat(path)
-    except OSError:
-        return None
-    return info.st_ino, info.st_mtime_ns
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _tell(text)
 
 
 def load() -> list[object]:
@@ -203,3 +229,29 @@ def load() -> list[object]:
     loaded = gc.get_objects()
     gc.freeze()
     return loaded
+
+
+def own_pages(objects: list[object]) -> None:
+    """Has the memory that objects lie in be this process's own and no longer its parent's: now, not when every
+    microsecond counts. Looking at one is enough, since that counts a reference in it."""
+    for _ in objects:
+        pass
+
+
+def packs() -> list[Any]:
+    """What our modules are loaded from (engines/packed.py), where the launcher has one."""
+    return [one for one in sys.meta_path if hasattr(one, "unchanged")]
+
+
+def _state(path: str) -> tuple[int, int] | None:
+    """What tells one version of a file from another, None where there is none."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_ino, info.st_mtime_ns
+
+
+def _tell(text: str) -> int:
+    print(f"gpulet-prefork: {text}", file=sys.stderr, flush=True)
+    return 0
