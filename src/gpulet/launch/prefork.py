@@ -81,6 +81,7 @@ class Keeper:
         self.count = count
         self._workers: dict[int, str] = {}  # process -> its folder's name
         self._told: set[str] = set()
+        self._aspects = list(worker.Client("self").aspects)
         self._loaded: list[object] = []
         self._packs: list[Any] = []
 
@@ -178,11 +179,10 @@ class Keeper:
                 break
             self._workers.pop(pid, None)
             code = os.waitstatus_to_exitcode(status)
-            aspects = list(worker.Client("self").aspects)
             if code == 1:
                 time.sleep(REST)  # a fault of ours, told above: not as fast as can be
-            elif 0 <= code - worker.UNLIKE < len(aspects):
-                what = aspects[code - worker.UNLIKE]
+            elif 0 <= code - worker.UNLIKE < len(self._aspects):
+                what = self._aspects[code - worker.UNLIKE]
                 self._tell_once(
                     f"who calls gpulet-runtime has another {what} than this program: workers can't serve it"
                 )
