@@ -251,9 +251,8 @@ class _Table:
             self._keys[row] = _order(self.entry(row))
         return self._keys[row]
 
-    def look_up(self, entry: Entry) -> tuple[int, list[int]]:
-        """The row before which an entry belongs, and the rows that say the same."""
-        wanted: Any = _order(entry)
+    def look_up(self, entry: Entry, wanted: Any) -> tuple[int, list[int]]:
+        """The row before which an entry belongs, and the rows that say the same. wanted: its sort key."""
         low, high = 0, self.count
         while low < high:
             middle = (low + high) // 2
@@ -290,8 +289,8 @@ def _merge_rows(data: bytes, new: Sequence[Entry]) -> bytes:
         return b""
     places: dict[int, list[Entry | int]] = {}  # row -> what goes before it: new entries, or rows that say the same
     moved: set[int] = set()
-    for entry in sorted(new, key=_order, reverse=True):
-        place, same = table.look_up(entry)
+    for wanted, entry in sorted(((_order(entry), entry) for entry in new), key=lambda pair: pair[0], reverse=True):
+        place, same = table.look_up(entry, wanted)
         places.setdefault(place, []).append(same[0] if same else entry)
         moved.update(same)
     more = _ENTRY.size * (sum(map(len, places.values())) - len(moved))  # bytes by which everything behind moves
