@@ -481,7 +481,7 @@ def test_who_is_never_served_is_told_once(tmp_path: Path) -> None:
             until(lambda: len(made.free()) == 2)
     finally:
         made.end()
-    assert (tmp_path / "said").read_text().count("another mount namespace") == 1
+    assert (tmp_path / "said").read_text().count("in its mount namespace") == 1
 
 
 def test_started_by_who_ignores_its_children(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def podman(
     if not shutil.which(low):
         pytest.skip(f"{low} is not installed")
     rootfs.create(folder / "image", "glibc")
-    programs = write_launchers(folder / "bin")
+    programs = write_launchers(folder / "bin", folder / "workers")
     (folder / "config.toml").write_text(
         f"[nvidia-container-cli]\nroot = '{node.root}'\n"
         f"[nvidia-container-runtime]\nruntimes = ['{low}']\n[gpulet]\nstate-dir = '{folder}/state'\n"
@@ -114,6 +114,24 @@ def podman(
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
+
+
+PREFORK = """
+{folder}/bin/gpulet-prefork --workers 2 2>{folder}/said &
+for second in 1 2 3 4 5 6 7 8 9; do
+  [ "$(ls {folder}/workers/*/*/answer 2>/dev/null | wc -l)" = 2 ] && break
+  sleep 1
+done
+ls {folder}/workers/* >{folder}/before
+"""
+
+
+@pytest.mark.parametrize("low", ["runc", "crun"])
+def test_podman_and_prefork(short: Path, node: SimNode, low: str) -> None:
+    seen = podman(short, node, low, "-e NVIDIA_VISIBLE_DEVICES=2,5", prelude=PREFORK)
+    assert [gpu["uuid"] for gpu in seen["nvml"]] == [node.gpus[2].uuid, node.gpus[5].uuid]
+    assert (short / "said").read_text() == ""
+    assert set((short / "before").read_text().split()) != {path.name for path in short.glob("workers/*/*")}
 
 
 @pytest.mark.parametrize("low", ["runc", "crun"])

@@ -184,7 +184,7 @@ class Keeper:
             elif 0 <= code - worker.UNLIKE < len(self._aspects):
                 what = self._aspects[code - worker.UNLIKE]
                 self._tell_once(
-                    f"who calls gpulet-runtime has another {what} than this program: workers can't serve it"
+                    f"who calls gpulet-runtime differs from this program in its {what}: workers can't serve it"
                 )
 
     def _end_slow(self) -> None:
