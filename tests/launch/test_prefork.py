@@ -399,7 +399,8 @@ def test_a_shell_that_took_a_worker_and_never_asks(tmp_path: Path) -> None:
         taken = folder / "taken"
         taken.touch()
         os.utime(taken, (0, time.time() - 60))
-        until(lambda: [one for one in made.free() if one != folder], 20)
+        assert folder not in until(lambda: [one for one in made.free() if one != folder], 20)
+        assert not folder.exists()
     finally:
         made.end()
 

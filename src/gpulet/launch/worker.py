@@ -9,9 +9,9 @@ wakes the worker; and reads what to do:
     nothing    start Python, and do it all yourself
 
 The worker alone can write into `answer`, so whatever kills it comes out as nothing, and a shell never waits for a dead
-one. What the work depends on is taken from the shell's process: its words, environment, folder, umask and standard
-error. A shell that isn't as the worker is in all that a container's start can depend on gets no answer, and what kills
-the shell ends the work too.
+one; one that is stopped is killed in time by prefork.py. What the work depends on is taken from the shell's process:
+its words, environment, folder, umask and standard error. A shell that isn't as the worker is in all that a container's
+start can depend on gets no answer, and what kills the shell ends the work too.
 """
 
 from __future__ import annotations
